@@ -1,0 +1,5 @@
+"""`python -m specbench`."""
+
+from .cli import app
+
+app()

@@ -1,0 +1,1 @@
+"""Devices, placement, clock, environment. Knows nobody else in specbench."""

@@ -1,0 +1,1 @@
+"""A causal language model and its KV cache on one device: specs, loading, runtimes."""

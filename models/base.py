@@ -1,0 +1,135 @@
+"""The contract that every runtime keeps: a causal LM and its KV cache, for a batch of rows, on one device.
+
+Rollback is not a strategy's job. A strategy names the context it wants; the model keeps what it can of its cache,
+drops the rest and runs one forward over what is missing.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+Ids = Sequence[int] | np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """One forward pass, for the trace: when, over how many rows, and how many new tokens in all rows together."""
+
+    start_ns: int
+    end_ns: int
+    rows: int
+    new_tokens: int
+
+
+class CachedModel(ABC):
+    """A causal language model with a KV cache per row.
+
+    Attributes:
+        name: the spec it was loaded from, for messages.
+        runtime: `transformers` or `packed`.
+        device: torch device name, `cpu` or `cuda:0`.
+        dtype: `float32`, `bfloat16`, `float16`; a quantised form says so (`int4`).
+        vocab_size: width of the logits, already cut to the tokenizer's common size.
+        context_length: the most tokens a row may hold.
+        max_rows: the most rows one call may carry; 1 where a ragged batch cannot be computed right.
+        last_forward_ns: how long the last forward took, for controllers (budgets, fallbacks).
+        trace: a list to append every `Forward` to, or None. With a list the device is synchronised around each
+            forward, which costs time: traced passes never feed a table.
+    """
+
+    name: str
+    runtime: str
+    device: str
+    dtype: str
+    vocab_size: int
+    context_length: int
+    max_rows: int
+    last_forward_ns: int = 0
+    trace: list[Forward] | None = None
+
+    @abstractmethod
+    def advance(
+        self, contexts: Sequence[Ids], last: Sequence[int] | int = 1, rows: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Brings rows to the given contexts with ONE forward; returns the logits after their last tokens.
+
+        For each row the longest common prefix of what is cached and the given context is kept and the rest of the
+        cache dropped. At least one token per row is always computed, so that there are logits to return: where the
+        whole context is cached already, its last `last` tokens are computed again.
+
+        Args:
+            contexts: the ids of each row, all of them (the model finds out what is new). Not changed, not kept.
+            last: how many of the last positions of each row to return logits for; one number for all rows, or
+                one per row. At least 1 and at most the length of the context.
+            rows: the cache row of each context, no repeats; by default 0, 1, 2, ... Rows not named stay as they are.
+
+        Returns:
+            (sum of last, vocab_size), the rows one after another in the order given; on the model's device, in
+            the dtype that the head computes in.
+
+        Raises:
+            ValueError: an empty context, more rows than `max_rows`, `last` out of range, or a context that is
+                longer than `context_length`.
+        """
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Empties the cache of every row. Buffers may stay allocated."""
+
+    def reserve(self, rows: int, tokens: int) -> None:  # noqa: B027 - nothing to do for most
+        """Says that up to `rows` rows of up to `tokens` tokens will come, so that nothing is allocated later."""
+
+    def close(self) -> None:  # noqa: B027 - nothing to do for most
+        """Gives back memory, worker processes, graphs. The model cannot be used afterwards."""
+
+    @property
+    @abstractmethod
+    def weight_bytes(self) -> int:
+        """Bytes of weights that one decoded token has to read."""
+
+
+def common_prefix(cached: np.ndarray, context: np.ndarray) -> int:
+    """Length of the longest common prefix of two id arrays; a few microseconds for thousands of tokens."""
+    n = min(len(cached), len(context))
+    differs = cached[:n] != context[:n]
+    at = int(differs.argmax()) if n else 0
+    return at if n and differs[at] else n
+
+
+class TokenBuffer:
+    """The ids of one row, growing in place, with a view of them that costs nothing to take."""
+
+    __slots__ = ("_data", "_length")
+
+    def __init__(self, ids: Ids, room: int = 256) -> None:
+        self._length = len(ids)
+        self._data = np.empty(self._length + room, dtype=np.int64)
+        self._data[: self._length] = ids
+
+    def __len__(self) -> int:
+        return self._length
+
+    def extend(self, ids: Sequence[int]) -> None:
+        end = self._length + len(ids)
+        self._write(ids, end)
+        self._length = end
+
+    def view(self, draft: Sequence[int] = ()) -> np.ndarray:
+        """The ids, followed by a draft that is not made part of them. Valid until the next call on this buffer."""
+        end = self._length + len(draft)
+        if draft:
+            self._write(draft, end)
+        return self._data[:end]
+
+    def _write(self, ids: Sequence[int], end: int) -> None:
+        if end > len(self._data):
+            self._data = np.concatenate([self._data, np.empty(max(len(self._data), end), dtype=np.int64)])
+        self._data[self._length : end] = ids

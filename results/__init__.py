@@ -1,0 +1,1 @@
+"""Measuring a run, records on disk, statistics, tables."""

@@ -1,0 +1,173 @@
+"""The contract of a strategy, a drafter and a step. Read this before writing one.
+
+A strategy yields `Step`s. It never reads a clock, never synchronises, never decides when to stop, never trims at
+EOS and never rolls a cache back: the receiver in `results.measure` stops it and counts, the model rolls back.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..errors import UsageError
+from ..models.base import CachedModel, Ids, TokenBuffer
+
+if TYPE_CHECKING:
+    import torch
+
+    from .sampling import Sampling
+
+
+@dataclass
+class Request:
+    """One prompt as a strategy sees it.
+
+    Attributes:
+        key: integer that stands for the prompt in the noise (same prompt, same key, in every arm).
+        ids: the prompt's token ids, at least one.
+        max_new_tokens: drafting beyond it is wasted work; the receiver enforces it.
+        done: set by the receiver; a row that is done gets no more work.
+    """
+
+    key: int
+    ids: Ids
+    max_new_tokens: int
+    done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one round made final for one row.
+
+    The first step of a row is its prefill: one token, nothing drafted. Every later step is one forward of the
+    target over that row.
+
+    Attributes:
+        row: index of the request.
+        tokens: what is now final, as Python ints, at least one.
+        drafted: draft tokens that the target looked at in this step.
+        accepted: how many of them it took, a prefix; `tokens` begins with them.
+        levels: (drafted, accepted) per inner level of a cascade, from the one below the target downwards.
+        wasted: draft tokens thrown away without having been looked at (asynchronous strategies).
+    """
+
+    row: int
+    tokens: tuple[int, ...]
+    drafted: int = 0
+    accepted: int = 0
+    levels: tuple[tuple[int, int], ...] = ()
+    wasted: int = 0
+
+
+@dataclass
+class Row:
+    """The state of one request inside a strategy: its ids so far, verified ones only."""
+
+    index: int
+    request: Request
+    tokens: TokenBuffer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = TokenBuffer(self.request.ids, room=self.request.max_new_tokens + 64)
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.ids)
+
+    @property
+    def new_tokens(self) -> int:
+        """How many tokens were generated so far."""
+        return len(self.tokens) - len(self.request.ids)
+
+    def room(self, *models: CachedModel) -> int:
+        """How many tokens may be drafted now: a step adds one token of the target's own to what it accepts, so one
+        less than what is missing, and nothing that would not fit a model's context."""
+        left = self.request.max_new_tokens - self.new_tokens - 1
+        for model in models:
+            left = min(left, model.context_length - len(self.tokens))
+        return max(0, left)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Proposed tokens for one row.
+
+    Attributes:
+        tokens: what is proposed, may be empty.
+        probs: (len(tokens), vocab), the distribution each was drawn from, after temperature and truncation; None
+            for a drafter that is certain of what it says (one-hot). Only the rejection rule reads it.
+        levels: (drafted, accepted) of the levels below, for a drafter that contains a drafter.
+    """
+
+    tokens: Sequence[int]
+    probs: torch.Tensor | None = None
+    levels: tuple[tuple[int, int], ...] = ()
+
+
+class Drafter(ABC):
+    """Whatever proposes tokens."""
+
+    @abstractmethod
+    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[Draft]:
+        """Proposes at most `limits[i]` tokens to follow `rows[i].tokens`; fewer or none where it has no idea."""
+
+    def reset(self) -> None:  # noqa: B027 - nothing to do for most
+        """Forgets everything about the rows it has seen."""
+
+
+class Strategy(ABC):
+    """One way of decoding.
+
+    Class attributes:
+        name: lower case with hyphens, as on the command line.
+        summary: one line for `specbench list strategies`.
+        source: the paper or project it follows.
+        roles: the models it needs, `target` first.
+        optional_roles: models it can use.
+        lossless: True where the output has the target's distribution (and, coupled, its very tokens).
+        max_batch: the most rows it can run; None for any number.
+        verifications: the rules it knows.
+        engine: `specbench`, or the project whose own loop is driven here as a peer (`transformers`); a peer gets its
+            own kind of model in place of a `CachedModel`.
+        reports_drafts: False where only the tokens are known and not what was drafted for them.
+        Options: frozen dataclass; a field `draft_length` is set by `--option name.draft-length=4`.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    source: ClassVar[str] = ""
+    roles: ClassVar[tuple[str, ...]] = ("target",)
+    optional_roles: ClassVar[tuple[str, ...]] = ()
+    lossless: ClassVar[bool] = True
+    max_batch: ClassVar[int | None] = None
+    verifications: ClassVar[tuple[str, ...]] = ("coupled", "rejection")
+    engine: ClassVar[str] = "specbench"
+    reports_drafts: ClassVar[bool] = True
+    Options: ClassVar[type]
+
+    @classmethod
+    def check(cls, sampling: Sampling, batch: int) -> None:
+        """Refuses, before any model is loaded, what this strategy cannot do exactly as asked. Raises UsageError."""
+        if cls.max_batch is not None and batch > cls.max_batch:
+            raise UsageError(f"{cls.name}: runs at most {cls.max_batch} row(s) at a time, not --batch {batch}")
+        if not sampling.greedy and sampling.verify not in cls.verifications:
+            raise UsageError(f"{cls.name}: knows --verify {', '.join(cls.verifications)}, not {sampling.verify}")
+
+    def __init__(self, models: Mapping[str, CachedModel], options: Any) -> None:
+        self.models = models
+        self.target = models["target"]
+        self.options = options
+
+    @abstractmethod
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Step]:
+        """Decodes until every request is done. Rows may take turns in any order; each row's steps come in order."""
+
+    def reset(self) -> None:
+        """Forgets everything learned from earlier prompts. Called before every sample."""
+        for model in self.models.values():
+            model.reset()
+
+    def close(self) -> None:  # noqa: B027 - nothing to do for most
+        """Ends workers and gives back what the strategy itself allocated; the models belong to the caller."""

@@ -1,0 +1,1 @@
+"""One module per data set; prompts. Knows nobody else in specbench."""
