@@ -1,0 +1,195 @@
+"""Loading a model for a role: what can be refused is refused before any weight is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import ModelError, unknown
+from .base import CachedModel
+from .info import ModelInfo, describe, explained, hub_snapshot, weight_files
+from .quiet import quiet
+
+__all__ = ["ModelInfo", "check_cache", "check_context", "check_pair", "describe", "load", "load_transformers"]
+
+DTYPES = ("float32", "bfloat16", "float16")
+RUNTIMES = ("auto", "packed", "transformers")
+
+# One key and one value per token, or nothing at all; everything else cannot be put back after a rejection.
+_ROLLS_BACK = {"full_attention", "dummy"}
+# Families that keep a state of their own, of which transformers' layer types say nothing.
+_OWN_STATE = {
+    "rwkv": "recurrent layers",
+    "xlstm": "recurrent layers",
+    "xlnet": "segment recurrence",
+    "reformer": "hashed attention",
+    "big_bird": "block-sparse attention",
+    "openai-gpt": "attention without a KV cache",
+    "lfm2": "conv layers",
+    "lfm2_moe": "conv layers",
+    "blt": "byte patches",
+}
+
+
+def check_cache(info: ModelInfo) -> None:
+    """Refuses a model whose cache cannot be cut back to any earlier token.
+
+    Raises:
+        ModelError: naming the layer type: sliding-window, chunked, recurrent, linear-attention, convolutional and
+            hybrid layers; an encoder-decoder; a bidirectional model.
+    """
+    what, way_out = f"{info.role} {info.name} ({info.model_type})", "choose a model with full attention only"
+    if info.config.is_encoder_decoder:
+        raise ModelError(f"{what} is an encoder-decoder model; choose a decoder-only model")
+    if info.model_type in _masked_families() and not getattr(info.config, "is_decoder", False):
+        raise ModelError(f"{what} reads in both directions; choose a decoder-only model")
+    window = getattr(info.config.get_text_config(decoder=True), "sliding_window", None) or 0
+    harmless = _ROLLS_BACK | ({"sliding_attention"} if window >= info.context_length else set())  # it never fills
+    bad = [kind for kind in info.layer_types if kind not in harmless]
+    if bad:
+        kinds = " and ".join(f"{bad.count(kind)} {kind}" for kind in dict.fromkeys(bad))
+        raise ModelError(f"{what} has {kinds} layers, whose cache cannot be rolled back after a rejection; {way_out}")
+    if info.model_type in _OWN_STATE:
+        raise ModelError(f"{what} has {_OWN_STATE[info.model_type]}, which cannot be rolled back; {way_out}")
+
+
+def check_context(info: ModelInfo, needed: int) -> None:
+    """Refuses a model that cannot hold `needed` tokens (prompt and output together). Raises ModelError."""
+    if needed > info.context_length:
+        raise ModelError(
+            f"{info.role} {info.name} holds {info.context_length} tokens, the longest prompt and its output need "
+            f"{needed}; lower --max-new-tokens or leave out long prompts"
+        )
+
+
+def check_pair(target: ModelInfo, draft: ModelInfo, needed_tokens: int) -> int:
+    """Checks that a draft's tokens mean the same to the target, and that the draft holds what the target does.
+
+    Heads of different size are fine as long as the rows that one of them has more stand for no token of the target
+    (padding, as in Qwen2.5: 151,936 and 152,064).
+
+    Args:
+        needed_tokens: the most tokens that a prompt and its output take; only the target may set this limit.
+
+    Returns:
+        The common size: logits of both are to be cut to it.
+
+    Raises:
+        ModelError: the vocabularies differ, with the first token that does; or the draft's context is too short.
+    """
+    ours, theirs = target.codec.token_map, draft.codec.token_map
+    common = min(target.vocab_size, draft.vocab_size)
+    pair = f"target {target.name} and draft {draft.name}"
+    way_out = "choose a draft with the target's tokenizer"
+    if ours != theirs:
+        sizes = f"{len(ours)} and {len(theirs)} tokens"
+        raise ModelError(f"{pair} have different vocabularies ({sizes}; {_first_difference(ours, theirs)}); {way_out}")
+    highest = max(ours.values(), default=-1)
+    if highest >= common:
+        raise ModelError(
+            f"{pair} have heads of {target.vocab_size} and {draft.vocab_size} rows, but token ids up to {highest}; "
+            f"{way_out}"
+        )
+    if needed_tokens > draft.context_length:
+        raise ModelError(
+            f"draft {draft.name} holds {draft.context_length} tokens and target {target.name} {target.context_length}, "
+            f"the longest prompt and its output need {needed_tokens}; choose a draft with a longer context, or lower "
+            "--max-new-tokens"
+        )
+    return common
+
+
+def load(
+    info: ModelInfo,
+    device: str = "cpu",
+    dtype: str = "float32",
+    runtime: str = "auto",
+    vocab_size: int | None = None,
+    quant: str | None = None,
+) -> CachedModel:
+    """Loads the weights and puts a runtime around them; silent on stdout and stderr.
+
+    Args:
+        runtime: `packed` and `transformers` insist; `auto` is packed where that runtime supports the model.
+        vocab_size: cut logits to it, see `check_pair`; None keeps the head.
+        quant: quantise the weights (`int4`, `int8`); the packed runtime only.
+
+    Raises:
+        ModelError: the model's cache cannot be rolled back, the runtime does not support the model, or loading fails.
+    """
+    if runtime not in RUNTIMES:
+        raise ModelError(unknown("runtime", runtime, RUNTIMES))
+    check_cache(info)
+    if quant and runtime == "transformers":
+        raise ModelError(f"{info.role} {info.name}: {quant} needs the packed runtime, not transformers")
+    from . import packed
+
+    refusal = packed.supports(info.config, device, dtype)
+    if refusal and (runtime == "packed" or quant):
+        raise ModelError(f"{info.role} {info.name}: the packed runtime does not support this model: {refusal}")
+    if not refusal and runtime != "transformers":
+        return packed.PackedModel.from_transformers(
+            load_transformers(info, "cpu", dtype),  # it moves the weights itself, layer by layer
+            name=info.name,
+            device=device,
+            dtype=dtype,
+            vocab_size=info.vocab_size if vocab_size is None else vocab_size,
+            quant=quant,
+        )
+    from .transformers_runtime import TransformersModel
+
+    hf_model = load_transformers(info, device, dtype)
+    return TransformersModel(hf_model, name=info.name, context_length=info.context_length, vocab_size=vocab_size)
+
+
+def load_transformers(info: ModelInfo, device: str = "cpu", dtype: str = "float32") -> Any:
+    """The plain transformers model: on its device, in eval mode, without gradients, with sdpa attention where the
+    architecture has it.
+
+    Raises:
+        ModelError: an unknown dtype, files that cannot be read, or weights that are missing in them.
+    """
+    if dtype not in DTYPES:
+        raise ModelError(unknown("dtype", dtype, DTYPES))
+    import torch
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(info.config)]
+    attention = "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"
+    if info.spec.kind == "hub":
+        _fetch_weights(info)
+    with explained(info.spec, info.role), quiet():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            info.path,
+            dtype=getattr(torch, dtype),
+            attn_implementation=attention,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+        hf_model, found = loaded[0].to(device), loaded[1]
+    if missing := sorted(found["missing_keys"]):
+        raise ModelError(  # transformers would fill them with random numbers
+            f"{info.role} {info.name}: its files lack {len(missing)} of the weights, first {missing[0]}; they are not "
+            f"those of a {info.architecture}"
+        )
+    return hf_model.eval().requires_grad_(False)
+
+
+def _fetch_weights(info: ModelInfo) -> None:
+    for patterns in (("model*.safetensors", "model.safetensors.index.json"), ("pytorch_model*",)):
+        if weight_files(hub_snapshot(info.spec, info.role, info.revision, patterns)):
+            return
+    raise ModelError(f"{info.role} {info.name}: the hub cache holds no weights for it; connect once, or choose another")
+
+
+def _masked_families() -> set[str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    return set(MODEL_FOR_MASKED_LM_MAPPING_NAMES)
+
+
+def _first_difference(ours: dict[str, int], theirs: dict[str, int]) -> str:
+    """The lowest id that means something else to the other tokenizer."""
+    by_id, their_by_id = ({token_id: token for token, token_id in tokens.items()} for tokens in (ours, theirs))
+    at = min(i for i in by_id.keys() | their_by_id.keys() if by_id.get(i) != their_by_id.get(i))
+    first, second = (repr(tokens[at]) if at in tokens else "nothing" for tokens in (by_id, their_by_id))
+    return f"id {at} is {first} and {second}"
