@@ -1,0 +1,25 @@
+"""Every test runs offline, and with one thread: tensors here are too small for more."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+# Before transformers or datasets are imported: nothing may be looked up on a hub.
+os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_collections():
+    """`measure` collects garbage before each sample; what is imported once need not be looked at every time."""
+    gc.collect()
+    gc.freeze()

@@ -1,0 +1,119 @@
+"""Small real objects that tests are made of: a model that can be written down, a clock that ticks, bad drafters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from specbench.hardware.clock import Clock
+from specbench.models.base import CachedModel, Forward, Ids, common_prefix
+from specbench.strategies.base import Draft, Drafter, Request, Row, Strategy
+from specbench.strategies.sampling import Sampling
+
+
+class TableModel(CachedModel):
+    """A language model that is a table: the logits depend on the last two tokens and on nothing else.
+
+    It keeps the contract of `CachedModel` in full (prefix reuse is counted, limits are checked), in float64, so that
+    no test can fail by rounding. `twist` moves its logits away from those of the model with the same seed.
+    """
+
+    runtime = "table"
+    device = "cpu"
+    dtype = "float64"
+
+    def __init__(
+        self, vocab: int = 32, seed: int = 0, twist: float = 0.0, context_length: int = 512, max_rows: int = 64
+    ) -> None:
+        self.name = f"table-{seed}"
+        self.vocab_size, self.context_length, self.max_rows = vocab, context_length, max_rows
+        generator = torch.Generator().manual_seed(seed)
+        self.table = 3 * torch.randn(vocab, vocab, vocab, generator=generator, dtype=torch.float64)
+        if twist:
+            generator.manual_seed(seed + 1000)
+            self.table += twist * torch.randn(vocab, vocab, vocab, generator=generator, dtype=torch.float64)
+        self.forwards: list[list[int]] = []  # new tokens per row of every forward
+        self.cache: dict[int, np.ndarray] = {}
+
+    def advance(
+        self, contexts: Sequence[Ids], last: Sequence[int] | int = 1, rows: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        rows = list(range(len(contexts))) if rows is None else rows
+        lasts = [last] * len(contexts) if isinstance(last, int) else last
+        if len(contexts) > self.max_rows or len(set(rows)) != len(contexts) or len(lasts) != len(contexts):
+            raise ValueError("rows")
+        out, new = [], []
+        for context, n, row in zip(contexts, lasts, rows, strict=True):
+            ids = np.array(context, dtype=np.int64)
+            if not 1 <= n <= len(ids) or len(ids) > self.context_length:
+                raise ValueError(f"context of {len(ids)}, last {n}")
+            new.append(max(len(ids) - common_prefix(self.cache.get(row, ids[:0]), ids), n))
+            self.cache[row] = ids
+            before = np.concatenate([[0], ids])
+            at = np.arange(len(ids) - n, len(ids))
+            out.append(self.table[before[at], before[at + 1]])
+        self.forwards.append(new)
+        if self.trace is not None:
+            self.trace.append(Forward(0, 1, len(rows), sum(new)))
+        return torch.cat(out)
+
+    def reset(self) -> None:
+        self.cache.clear()
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.table.numel() * 8
+
+
+class TickingClock(Clock):
+    """Moves on by `step` ns each time it is read."""
+
+    def __init__(self, step: int = 10_000_000) -> None:
+        self.time, self.step = 0, step
+
+    def now(self) -> int:
+        self.time += self.step
+        return self.time
+
+
+class Garbage(Drafter):
+    """Proposes random tokens, a random number of them, and claims to be certain."""
+
+    def __init__(self, vocab: int, seed: int = 0) -> None:
+        self.random, self.vocab = np.random.default_rng(seed), vocab
+
+    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[Draft]:
+        return [
+            Draft(self.random.integers(0, self.vocab, self.random.integers(0, limit + 1)).tolist()) for limit in limits
+        ]
+
+
+def requests(count: int, vocab: int, limit: int = 24, seed: int = 0, longest: int = 12) -> list[Request]:
+    """Random prompts of 1 to `longest` tokens."""
+    random = np.random.default_rng(seed)
+    return [
+        Request(
+            int(random.integers(1 << 60)), random.integers(0, vocab, random.integers(1, longest + 1)).tolist(), limit
+        )
+        for _ in range(count)
+    ]
+
+
+def decode(strategy: Strategy, asked: Sequence[Request], sampling: Sampling, batch: int = 1) -> list[list[int]]:
+    """The ids of each request, cut at its limit, as a receiver without end-of-text would keep them."""
+    results: list[list[int]] = []
+    for at in range(0, len(asked), batch):
+        group = asked[at : at + batch]
+        strategy.reset()
+        ids: list[list[int]] = [[] for _ in group]
+        for request in group:
+            request.done = False
+        for step in strategy.generate(group, sampling):
+            assert step.tokens
+            assert 0 <= step.accepted <= step.drafted
+            ids[step.row].extend(step.tokens)
+            group[step.row].done = len(ids[step.row]) >= group[step.row].max_new_tokens
+        results += [row[: request.max_new_tokens] for row, request in zip(ids, group, strict=True)]
+    return results
