@@ -1,0 +1,107 @@
+"""The manifest of a run: what was asked, of which models, on what hardware. Written before the first prompt."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..hardware import environment
+from ..models.base import CachedModel
+from ..strategies.base import Strategy
+from .plan import BASELINE, to_json
+from .prepare import Prepared
+
+# Settings that change a number; `compare` refuses to mix runs that differ in one of them.
+_SETTINGS = (
+    "temperature", "top_k", "top_p", "seed", "verify", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "min_new_tokens", "max_new_tokens", "ignore_eos", "raw", "batch", "repeats", "require_lossless",
+)  # fmt: skip
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def redact(word: str) -> str:
+    """A word of the command line without what looks like a token or a key."""
+    word = re.sub(r"\bhf_\w{6,}", "hf_[redacted]", word)
+    return re.sub(r"(?i)\b((?:api[-_]?)?(?:key|token|secret|password))=\S+", r"\1=[redacted]", word)
+
+
+def new_manifest(prepared: Prepared, argv: Sequence[str]) -> dict[str, Any]:
+    """All that is known before a model is loaded; `docs/files.md` describes every field."""
+    plan, infos = prepared.plan, prepared.infos
+    arms = prepared.checked.arms
+    reference = BASELINE if any(arm.name == BASELINE for arm in arms) else arms[0].name
+    settings = {name: getattr(plan, name) for name in _SETTINGS}
+    several_turns = any(len(prompt.turns) > 1 for _, prompt in prepared.prompts)
+    return {
+        "specbench": __version__,
+        "commit": environment.commit(Path(__file__).resolve().parents[1]),
+        "argv": [redact(word) for word in argv],
+        "started": now(),
+        "plan": to_json(plan),
+        "settings": settings
+        | {
+            "target": infos["target"].name,
+            "draft": infos["draft"].name if "draft" in infos else None,
+            "dtype": prepared.dtype,
+            "runtime": plan.runtime,
+            "threads": prepared.checked.placement.threads,
+            "templates": sorted({turn.template for turn in prepared.first_turns}),
+        },
+        "arms": [
+            {"name": arm.name, "options": dataclasses.asdict(arm.options), "roles": {}} | _facts(arm.strategy)
+            for arm in arms
+        ],
+        "baseline": reference if reference == BASELINE else None,
+        "replayed_answers_of": reference if several_turns else None,
+        "models": {role: info.record() for role, info in infos.items()},
+        "vocab_size": prepared.vocab_size,
+        "eos": list(prepared.eos),
+        "prompts": [
+            {"task": turn.task, "id": turn.prompt.id, "hash": turn.hash, "tokens": len(turn.ids)}
+            for turn in prepared.first_turns
+        ],
+        "environment": environment.environment(),
+        "load_at_start": environment.load(),
+        "load_ns": [],
+        "warmup": [],
+        "peak_memory_bytes": {},
+        "lossless": None,
+        "lossless_reference": None,
+        "notes": [],
+    }
+
+
+def describe_arm(
+    prepared: Prepared, name: str, strategy: Strategy, models: Mapping[str, CachedModel]
+) -> dict[str, Any]:
+    """An arm as it really runs, once its models are loaded."""
+    placement, roles = prepared.checked.placement, {}
+    for role, model in models.items():
+        device = placement.of(role)
+        roles[role] = {
+            "model": prepared.infos[role].name,
+            "device": str(device),
+            "threads": placement.threads if device.kind == "cpu" else None,
+            "dtype": model.dtype,
+            "runtime": model.runtime,
+            "fingerprint": prepared.infos[role].fingerprint,
+            "weight_bytes": model.weight_bytes,
+        }
+    return {"name": name, "options": dataclasses.asdict(strategy.options), "roles": roles} | _facts(type(strategy))
+
+
+def _facts(strategy: type[Strategy]) -> dict[str, Any]:
+    return {
+        "strategy": strategy.name,
+        "lossless": strategy.lossless,
+        "engine": strategy.engine,
+        "reports_drafts": strategy.reports_drafts,
+    }

@@ -1,0 +1,247 @@
+"""What a run is to do, settled before anything expensive starts.
+
+Flags over YAML over defaults become one frozen `Plan`, which is stored with the results. Whatever can be refused
+without reading weights is refused by `check`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError, unknown
+from ..hardware.devices import Placement, parse_placement
+from ..options import build
+from ..strategies import registry as strategies
+from ..strategies.base import Strategy
+from ..strategies.sampling import Sampling
+from ..tasks import registry as tasks
+from ..tasks.base import Task
+
+BASELINE = "autoregressive"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+RUNTIMES = ("auto", "packed", "transformers")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The resolved settings of a run; see `docs/running.md` for what each one does.
+
+    Fields are named as the long options of `specbench run`. `options` holds `name -> {key: value}` for strategies and
+    tasks alike.
+    """
+
+    strategy: tuple[str, ...] = ()
+    target: str = "smollm2-135m"
+    draft: str | None = None
+    task: tuple[str, ...] = ("bundled",)
+    limit: int | None = 16
+    max_new_tokens: int | None = None
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    verify: str = "coupled"
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
+    suppress_tokens: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    draft_length: int | None = None
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    dtype: str = "auto"
+    runtime: str = "auto"
+    draft_quant: str | None = None
+    place: str = "target=cpu"
+    threads: int | None = None
+    batch: int = 1
+    repeats: int = 1
+    raw: bool = False
+    baseline: bool = True
+    warmup: int = 1
+    trace: int = 2
+    require_lossless: bool = False
+    out: Path | None = None
+    resume: bool = False
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch", 1), ("repeats", 1), ("warmup", 0), ("trace", 0)):
+            if getattr(self, name) < least:
+                raise UsageError(f"--{name} {getattr(self, name)}: at least {least}")
+        for name in ("limit", "max_new_tokens", "draft_length", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"--{name.replace('_', '-')} {value}: at least 1")
+        for name, known in (("dtype", DTYPES), ("runtime", RUNTIMES)):
+            if getattr(self, name) not in known:
+                raise UsageError(unknown(name, getattr(self, name), known))
+        if not self.task:
+            raise UsageError("no task; name one with --task. See: specbench list tasks")
+        if self.resume and self.overwrite:
+            raise UsageError("--resume keeps what is there and --overwrite deletes it; give one of them")
+        if self.resume and self.out is None:
+            raise UsageError("--resume needs --out, the run folder to go on with")
+        for what in ("strategy", "task"):
+            names = getattr(self, what)
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                raise UsageError(f"--{what}: {', '.join(twice)} is named twice")
+
+    def sampling(self, eos: tuple[int, ...] = ()) -> Sampling:
+        return Sampling(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            seed=self.seed,
+            verify=self.verify,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            min_new_tokens=self.min_new_tokens,
+            suppress=self.suppress_tokens,
+            eos=() if self.ignore_eos else eos,
+        )
+
+
+def resolve(flags: Mapping[str, Any], config: Mapping[str, Any] | None = None, where: str = "config") -> Plan:
+    """Flags over a YAML mapping over defaults.
+
+    Args:
+        flags: only what was given on the command line, by field name.
+        config: what the YAML file holds; keys with hyphens or underscores, a single name or a list where names go.
+
+    Raises:
+        UsageError: an unknown key (the known ones are listed) or a value of the wrong type.
+    """
+    values: dict[str, Any] = {}
+    for key, value in (config or {}).items():
+        name = str(key).replace("-", "_")
+        if isinstance(value, list):
+            value = tuple(value)
+        if name in ("strategy", "task", "stop") and isinstance(value, str):
+            value = (value,)
+        values[name] = value
+    options = _merge_options(values.pop("options", {}), flags.get("options", {}), where)
+    given = {**values, **{key: value for key, value in flags.items() if key != "options"}}
+    return dataclasses.replace(build(Plan, given, where), options=options)
+
+
+def _merge_options(config: Any, flags: Mapping[str, Mapping[str, Any]], where: str) -> dict[str, dict[str, Any]]:
+    if not isinstance(config, Mapping) or not all(isinstance(keys, Mapping) for keys in config.values()):
+        raise UsageError(
+            f"{where}: options are written as a mapping of names to mappings, as in lookup: {{min-match: 2}}"
+        )
+    merged = {str(name): dict(keys) for name, keys in config.items()}
+    for name, keys in flags.items():
+        merged.setdefault(name, {}).update(keys)
+    return merged
+
+
+def parse_option(text: str) -> tuple[str, str, str]:
+    """`strategy.key=value` to its three parts. Raises UsageError."""
+    name, dot, rest = text.partition(".")
+    key, equals, value = rest.partition("=")
+    if not (dot and equals and name and key):
+        raise UsageError(f'--option "{text}": write name.key=value, as in lookup.min-match=3')
+    return name.strip(), key.strip(), value
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One row of the table: a strategy with its options."""
+
+    name: str
+    strategy: type[Strategy]
+    options: Any
+
+    @property
+    def engine(self) -> str:
+        return self.strategy.engine
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A plan that passed every check that needs no model."""
+
+    plan: Plan
+    arms: tuple[Arm, ...]
+    tasks: tuple[tuple[str, Task], ...]
+    placement: Placement
+
+    @property
+    def roles(self) -> set[str]:
+        roles = {role for arm in self.arms for role in arm.strategy.roles}
+        if self.plan.draft:
+            roles |= {role for arm in self.arms for role in arm.strategy.optional_roles}
+        return roles
+
+
+def check(plan: Plan) -> Checked:
+    """Strategies, tasks, options, devices and the run folder; imports torch, loads nothing.
+
+    Raises:
+        UsageError, PlacementError, TaskError: one clear line.
+    """
+    known = set(strategies.names()) | {name.partition(":")[0] for name in plan.task} | set(tasks.names())
+    for name in plan.options:
+        if name not in known:
+            raise UsageError(unknown("name in --option", name, known))
+    arms = tuple(_arms(plan))
+    used = {arm.name for arm in arms} | {name.partition(":")[0] for name in plan.task}
+    for name in plan.options:
+        if name not in used:
+            raise UsageError(f'--option {name}.…: "{name}" is not part of this run ({", ".join(sorted(used))})')
+    placement = parse_placement(plan.place, plan.threads)
+    checked = Checked(plan, arms, tuple((name, _task(plan, name)) for name in plan.task), placement)
+    _check_roles(checked)
+    for _, task in checked.tasks:
+        task.check()
+    return checked
+
+
+def _arms(plan: Plan) -> list[Arm]:
+    names = list(plan.strategy)
+    if plan.baseline and BASELINE not in names:
+        names.insert(0, BASELINE)
+    if not names:
+        raise UsageError("no strategy; name one with --strategy. See: specbench list strategies")
+    sampling, arms, drafting = plan.sampling(), [], False
+    for name in names:
+        strategy = strategies.get(name)
+        strategy.check(sampling, plan.batch)
+        given = dict(plan.options.get(name, {}))
+        takes = any(f.name == "draft_length" for f in dataclasses.fields(strategy.Options))
+        drafting |= takes
+        if plan.draft_length is not None and takes and not {"draft-length", "draft_length"} & set(given):
+            given["draft_length"] = plan.draft_length
+        arms.append(Arm(name, strategy, build(strategy.Options, given, f'strategy "{name}"')))
+    if plan.draft_length is not None and not drafting:
+        raise UsageError(f"--draft-length: no strategy of this run drafts a fixed length ({', '.join(names)})")
+    return arms
+
+
+def _task(plan: Plan, name: str) -> Task:
+    cls, subtask = tasks.parse(name)
+    given = plan.options.get(name.partition(":")[0], {})
+    return cls(build(cls.Options, given, f'task "{cls.name}"'), subtask)
+
+
+def _check_roles(checked: Checked) -> None:
+    plan = checked.plan
+    for arm in checked.arms:
+        if "draft" in arm.strategy.roles and not plan.draft:
+            raise UsageError(f"{arm.name}: needs a draft model; name one with --draft. See: specbench list models")
+    if plan.draft and "draft" not in checked.roles:
+        raise UsageError(f"--draft {plan.draft}: no strategy of this run uses a draft model")
+    if "draft" in checked.placement.devices and "draft" not in checked.roles:
+        raise UsageError(f"--place {plan.place}: no strategy of this run uses a draft model")
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """The plan as it is stored in a manifest."""
+    return {**dataclasses.asdict(plan), "out": str(plan.out) if plan.out else None}

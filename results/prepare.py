@@ -1,0 +1,134 @@
+"""From a checked plan to prompts as token ids and models that fit together: everything but the weights.
+
+Templates and tokenisation run here, once, untimed; every arm gets the same ids.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import MeasurementError
+from ..models.info import ModelInfo, describe
+from ..models.load import check_cache, check_pair
+from ..models.specs import parse
+from ..models.tokenizer import TextCodec
+from ..tasks.base import Prompt
+from .listener import Listener
+from .plan import Checked, Plan
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of a prompt, ready to be decoded.
+
+    Attributes:
+        ids: what the target reads.
+        hash: of the ids; the same for the same words under the same template and tokenizer.
+        template: `chat` or `raw`.
+        key: integer for the noise, from the hash alone.
+        max_new_tokens: the limit after the context length was respected.
+        error: why it cannot be run at all, or None.
+    """
+
+    task: str
+    prompt: Prompt
+    number: int
+    ids: tuple[int, ...]
+    hash: str
+    template: str
+    max_new_tokens: int
+    error: str | None = None
+
+    @property
+    def key(self) -> int:
+        return int(self.hash[:16], 16)
+
+
+@dataclass
+class Prepared:
+    """All that a run needs, before weights are read."""
+
+    checked: Checked
+    infos: dict[str, ModelInfo]
+    codec: TextCodec
+    vocab_size: int
+    prompts: list[tuple[str, Prompt]]
+    first_turns: list[Turn]
+    dtype: str
+
+    @property
+    def plan(self) -> Plan:
+        return self.checked.plan
+
+    @property
+    def eos(self) -> tuple[int, ...]:
+        return tuple(self.infos["target"].eos_ids)
+
+    @property
+    def needed_tokens(self) -> int:
+        """The longest row that will be asked for, prompt and answer."""
+        return max((len(t.ids) + t.max_new_tokens for t in self.first_turns if t.error is None), default=0)
+
+    def turn(self, task: str, prompt: Prompt, answers: Sequence[str] = ()) -> Turn:
+        """Renders the turn that follows the given answers."""
+        return render(self.plan, self.codec, self.infos["target"].context_length, task, prompt, answers)
+
+
+def render(
+    plan: Plan, codec: TextCodec, context_length: int, task: str, prompt: Prompt, answers: Sequence[str] = ()
+) -> Turn:
+    number = len(answers)
+    messages = []
+    for said, answer in zip(prompt.turns, answers, strict=False):
+        messages += [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]
+    messages.append({"role": "user", "content": prompt.turns[number]})
+    rendered = codec.render(messages, raw=plan.raw or prompt.raw)
+    limit = plan.max_new_tokens or prompt.max_new_tokens
+    room = context_length - len(rendered.ids)
+    error = None
+    if room < 1:
+        error = f"prompt of {len(rendered.ids)} tokens does not fit the target's context of {context_length}"
+    digest = hashlib.sha256(",".join(map(str, rendered.ids)).encode()).hexdigest()
+    return Turn(task, prompt, number, tuple(rendered.ids), digest, rendered.template, max(1, min(limit, room)), error)
+
+
+def prepare(checked: Checked, listener: Listener) -> Prepared:
+    """Finds the models, refuses what does not fit together, reads the tasks and renders every first turn.
+
+    Raises:
+        ModelError, TaskError: one clear line, before any weights are read.
+        MeasurementError: the tasks hold no prompt.
+    """
+    plan = checked.plan
+    specs = {"target": plan.target, "draft": plan.draft}
+    infos = {}
+    for role in sorted(checked.roles, reverse=True):
+        name = specs[role]
+        assert name is not None
+        listener.stage(f"looking up {role} {name}")
+        infos[role] = describe(parse(name), role, progress=listener.note)
+        check_cache(infos[role])
+    listener.stage("reading tasks")
+    codec = infos["target"].codec
+    target = infos["target"]
+    prompts, turns = [], []
+    for name, task in checked.tasks:
+        for prompt in task.prompts(codec, plan.limit):
+            prompts.append((name, prompt))
+            turns.append(render(plan, codec, target.context_length, name, prompt))
+    if not prompts:
+        raise MeasurementError(f"nothing to measure: no prompt in {', '.join(plan.task)}")
+    vocab_size = target.vocab_size
+    prepared = Prepared(checked, infos, codec, vocab_size, prompts, turns, _dtype(plan, checked))
+    if "draft" in infos:
+        prepared.vocab_size = check_pair(target, infos["draft"], prepared.needed_tokens)
+    return prepared
+
+
+def _dtype(plan: Plan, checked: Checked) -> str:
+    """`auto`: exact where that costs little, what people run where it does not: float32 on CPU, bfloat16 on GPU."""
+    if plan.dtype != "auto":
+        return plan.dtype
+    return "bfloat16" if checked.placement.of("target").kind == "cuda" else "float32"

@@ -1,0 +1,431 @@
+"""A run from a plan to a folder of records and a summary.
+
+Arms are interleaved prompt by prompt and take turns at going first. Later turns of a prompt replay the answer of the
+reference arm (the baseline) for all arms. After the measured samples come the first prompt once more (state carried
+over between prompts would show) and a traced pass over a few prompts (where the time goes); neither feeds a table's
+speed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import RunFolderError, UsageError
+from ..hardware import devices, environment
+from ..hardware.clock import Clock, drain_for
+from ..models.base import CachedModel
+from ..models.load import load
+from ..strategies.base import Request, Row, Strategy
+from ..strategies.verify import Verifier
+from ..tasks import warmup
+from . import lossless
+from .listener import Listener
+from .manifest import describe_arm, new_manifest, now
+from .measure import Ending, Outcome, measure
+from .plan import BASELINE, Plan, check, to_json
+from .prepare import Prepared, Turn, prepare
+from .records import SAMPLES, RunFolder, Sample
+from .summary import Summary, summarise
+from .tables import write_exports
+
+WARMUP_TOKENS = 16
+
+
+@dataclass
+class RunResult:
+    folder: Path
+    manifest: dict[str, Any]
+    summary: Summary
+    interrupted: bool
+
+    @property
+    def failures(self) -> list[str]:
+        """Why the exit code has to be 1; empty when all is well."""
+        reasons = []
+        if self.summary.n_failed:
+            reasons.append(f"{self.summary.n_failed} sample(s) failed; see `error` in {self.folder / SAMPLES}")
+        if self.manifest["settings"]["require_lossless"]:
+            reasons += lossless.violations(self.manifest["lossless"])
+        return reasons
+
+
+def validate(plan: Plan, listener: Listener | None = None) -> Prepared:
+    """Every check short of loading weights, the run folder included."""
+    checked = check(plan)
+    folder = run_folder(plan)
+    if folder is not None:
+        _check_folder(folder, plan)
+    return prepare(checked, listener or Listener())
+
+
+def run(
+    plan: Plan, listener: Listener | None = None, argv: Sequence[str] = (), clock: Clock | None = None
+) -> RunResult:
+    """Measures; see the module's docstring.
+
+    Ctrl-C (KeyboardInterrupt) ends the measuring and leaves a summary of what there is; a second one passes through.
+
+    Raises:
+        UsageError and its kin: before anything was measured or written.
+        MeasurementError: nothing could be measured; the records are kept.
+    """
+    listener = listener or Listener()
+    prepared = validate(plan, listener)
+    folder = run_folder(plan) or _new_folder(prepared)
+    return _Run(prepared, folder, listener, clock or Clock(), argv).run()
+
+
+def run_folder(plan: Plan) -> RunFolder | None:
+    return RunFolder(plan.out) if plan.out else None
+
+
+def _new_folder(prepared: Prepared) -> RunFolder:
+    plan = prepared.plan
+    words = [re.sub(r"[^\w.-]+", "-", Path(plan.target).name or plan.target), *plan.strategy]
+    stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H%M%S")
+    base = Path("runs") / "-".join([stamp, *words])[:120]
+    path, number = base, 1
+    while path.exists():
+        number += 1
+        path = base.with_name(f"{base.name}-{number}")
+    return RunFolder(path)
+
+
+def _check_folder(folder: RunFolder, plan: Plan) -> None:
+    if plan.resume:
+        if not folder.exists():
+            raise RunFolderError(f"{folder.path}: nothing to resume there; leave --resume out to start")
+        _check_same(folder.manifest()["plan"], to_json(plan), folder.path)
+    elif folder.exists() and not plan.overwrite:
+        raise RunFolderError(f"{folder.path}: holds a run already; go on with --resume, or replace it with --overwrite")
+    elif not folder.exists() and folder.path.is_dir() and any(folder.path.iterdir()):
+        raise RunFolderError(f"{folder.path}: holds other files; name a new or empty folder with --out")
+    elif folder.path.exists() and not folder.path.is_dir():
+        raise RunFolderError(f"{folder.path}: is a file; name a folder with --out")
+
+
+_MAY_DIFFER = {"out", "resume", "overwrite", "trace", "require_lossless"}
+
+
+def _check_same(old: dict[str, Any], new: dict[str, Any], path: Path) -> None:
+    import json
+
+    new = json.loads(json.dumps(new))
+    differing = [key for key in new if key not in _MAY_DIFFER and old.get(key) != new[key]]
+    if differing:
+        what = "; ".join(f"{key}: {old.get(key)!r} there, {new[key]!r} now" for key in differing)
+        raise RunFolderError(f"{path}: was made with other settings ({what}); --resume needs the same ones")
+
+
+@dataclass
+class _Arm:
+    name: str
+    strategy: Strategy
+    models: dict[str, CachedModel]
+    engine: str
+    peak_bytes: int | None = None
+    turn: int = field(default=0)
+
+
+class _Run:
+    """The state of one run while it is being measured."""
+
+    def __init__(
+        self, prepared: Prepared, folder: RunFolder, listener: Listener, clock: Clock, argv: Sequence[str]
+    ) -> None:
+        self.prepared = prepared
+        self.plan = prepared.plan
+        self.folder = folder
+        self.listener = listener
+        self.clock = clock
+        self.sampling = self.plan.sampling(prepared.eos)
+        self.eos = frozenset() if self.plan.ignore_eos else frozenset(prepared.eos)
+        self.arms: list[_Arm] = []
+        self.models: dict[tuple[str, str], CachedModel] = {}
+        self.turns: dict[str, Turn] = {}  # by hash, for the lossless report
+        self.group = 0  # number of the next call
+        self.rounds = 0  # how many prompts, turns and repeats all arms went through: whose turn it is to go first
+        self.manifest = new_manifest(prepared, argv)
+        names = [arm.name for arm in prepared.checked.arms]
+        self.baseline = BASELINE if BASELINE in names else None
+        self.reference = self.baseline or names[0]
+        placement = prepared.checked.placement
+        self.drain = drain_for(device.torch_name for device in placement.devices.values())
+
+    # The whole
+
+    def run(self) -> RunResult:
+        if self.plan.overwrite and self.folder.exists():
+            for path in (self.folder.samples_path, self.folder.manifest_path):
+                path.unlink(missing_ok=True)
+        old = self.folder.samples() if self.plan.resume else []
+        if self.plan.resume:
+            self.manifest["resumed"] = [*self.folder.manifest().get("resumed", []), now()]
+        self.done = {sample.key: sample for sample in old}
+        self.group = 1 + max((sample.group for sample in old), default=-1)
+        self.folder.write_manifest(self.manifest)
+        interrupted = False
+        writer = self.folder.writer()
+        self.write = writer.append
+        try:
+            try:
+                if self._anything_left():
+                    self._load()
+                    self._warm_up()
+                    self._measure_all()
+                    self._check_first_again()
+                    self._trace()
+            except KeyboardInterrupt:
+                interrupted = True
+                self.listener.end()
+                self.listener.note("interrupted; summarising what was measured (Ctrl-C again to leave at once)")
+            else:
+                self.listener.end()
+            return self._finish(interrupted)
+        finally:
+            gc.unfreeze()
+            writer.close()
+            for arm in self.arms:
+                arm.strategy.close()
+            for model in self.models.values():
+                model.close()
+
+    def _anything_left(self) -> bool:
+        expected = 0
+        for task, prompt in self.prepared.prompts:
+            for arm in self.prepared.checked.arms:
+                for turn in range(len(prompt.turns)):
+                    for repeat in range(self.plan.repeats):
+                        expected += (arm.name, task, prompt.id, turn, repeat, "measure") not in self.done
+        self.left = expected
+        return expected > 0
+
+    def _finish(self, interrupted: bool) -> RunResult:
+        samples = self.folder.samples()
+        if self.arms and self._comparable():
+            self.listener.stage("comparing outputs")
+            names = [arm.name for arm in self.arms if arm.strategy.lossless]
+            found = lossless.report(samples, self.reference, names, self._judge)
+            self.manifest["lossless"], self.manifest["lossless_reference"] = found, self.reference
+        elif self.plan.resume and not self.arms:
+            self.manifest |= {
+                key: value for key, value in self.folder.manifest().items() if key not in ("resumed", "plan")
+            }
+        for arm in self.arms:
+            self.manifest["peak_memory_bytes"][arm.name] = arm.peak_bytes
+        self.manifest |= {"interrupted": interrupted, "finished": now(), "load_at_end": environment.load()}
+        self.folder.write_manifest(self.manifest)
+        summary = summarise(self.manifest, samples)
+        write_exports(summary, self.folder.path)
+        return RunResult(self.folder.path, self.manifest, summary, interrupted)
+
+    def _comparable(self) -> bool:
+        """Token by token: always when greedy, and under the coupled rule at any temperature."""
+        return self.sampling.greedy or self.sampling.verify == "coupled"
+
+    # Models
+
+    def _load(self) -> None:
+        placement = self.prepared.checked.placement
+        devices.apply(placement)
+        for arm in self.prepared.checked.arms:
+            roles = [*arm.strategy.roles, *(r for r in arm.strategy.optional_roles if r in self.prepared.infos)]
+            loaded = {role: self._model(role, arm.engine) for role in roles}
+            limit = min(model.max_rows for model in loaded.values())
+            if self.plan.batch > limit:
+                raise UsageError(f"{arm.name}: this model runs at most {limit} row(s) at a time; lower --batch")
+            strategy = arm.strategy(loaded, arm.options)
+            self.arms.append(_Arm(arm.name, strategy, loaded, arm.engine))
+        # What is loaded by now stays; a collection before each sample need not look at it again.
+        gc.collect()
+        gc.freeze()
+        self.manifest["arms"] = [describe_arm(self.prepared, arm.name, arm.strategy, arm.models) for arm in self.arms]
+        self.manifest["environment"] |= environment.torch_environment()
+        self.manifest["settings"]["runtime"] = self.models["target", self.arms[0].engine].runtime
+        for model in self.models.values():
+            model.reserve(self.plan.batch, self.prepared.needed_tokens)
+        self.folder.write_manifest(self.manifest)
+
+    def _model(self, role: str, engine: str) -> CachedModel:
+        """The model of a role; a peer's engine takes the transformers runtime whatever ours uses."""
+        if engine == "transformers":
+            ours = self.models.get((role, "specbench"))
+            if ours is not None and ours.runtime == "transformers":
+                return ours
+        if (role, engine) not in self.models:
+            info, start = self.prepared.infos[role], self.clock.now()
+            self.listener.stage(f"loading {role} {info.name}" + (" for transformers" if engine != "specbench" else ""))
+            self.models[role, engine] = load(
+                info,
+                device=self.prepared.checked.placement.of(role).torch_name,
+                dtype=self.prepared.dtype,
+                runtime="transformers" if engine == "transformers" else self.plan.runtime,
+                vocab_size=self.prepared.vocab_size,
+                quant=self.plan.draft_quant if role == "draft" else None,
+            )
+            self.manifest["load_ns"].append([role, engine, self.clock.now() - start])
+        return self.models[role, engine]
+
+    # Measuring
+
+    def _warm_up(self) -> None:
+        """Text of no task, as long as the task's middle prompt, through every arm; the first is the cold one."""
+        self.listener.stage("warm-up")
+        for task in dict.fromkeys(task for task, _ in self.prepared.prompts):
+            lengths = [len(t.ids) for t in self.prepared.first_turns if t.task == task and t.error is None]
+            if not lengths:
+                continue
+            text = warmup.text(int(np.median(lengths)), self.prepared.codec)
+            ids = tuple(self.prepared.codec.encode(text)) or self.prepared.first_turns[0].ids[:1]
+            for arm in self.arms:
+                for _ in range(self.plan.warmup):
+                    requests = [Request(number, ids, WARMUP_TOKENS) for number in range(self.plan.batch)]
+                    outcomes = measure(arm.strategy, requests, self.sampling, Ending(), self.clock, self.drain)
+                    self.manifest["warmup"].append([task, arm.name, outcomes[0].e2e_ns])
+
+    def _measure_all(self) -> None:
+        self.listener.begin(self.left + len(self.done), len(self.done))
+        self.listener.stage("measuring")
+        for task in dict.fromkeys(task for task, _ in self.prepared.prompts):
+            turns = [turn for turn in self.prepared.first_turns if turn.task == task]
+            for at in range(0, len(turns), self.plan.batch):
+                self._measure_group(turns[at : at + self.plan.batch])
+
+    def _measure_group(self, turns: list[Turn]) -> None:
+        answers: list[list[str]] = [[] for _ in turns]
+        number = 0
+        while turns:
+            for turn in turns:
+                self.turns[turn.hash] = turn
+            for repeat in range(self.plan.repeats):
+                first = self.rounds % len(self.arms)
+                self.rounds += 1
+                for arm in self.arms[first:] + self.arms[:first]:
+                    self._sample(arm, turns, repeat, "measure")
+            going_on = []
+            for turn, said in zip(turns, answers, strict=True):
+                answer = self.done.get((self.reference, turn.task, turn.prompt.id, number, 0, "measure"))
+                if answer is not None and answer.ok and number + 1 < len(turn.prompt.turns):
+                    said = [*said, self.prepared.codec.decode(answer.token_ids, skip_special=True)]
+                    going_on.append((self.prepared.turn(turn.task, turn.prompt, said), said))
+            turns = [turn for turn, _ in going_on]
+            answers = [said for _, said in going_on]
+            number += 1
+
+    def _sample(self, arm: _Arm, turns: list[Turn], repeat: int, kind: str) -> None:
+        """Measures one group on one arm, unless it is on the disk already, and writes what is new."""
+        samples = [self._blank(arm, turn, repeat, kind) for turn in turns]
+        if all(sample.key in self.done for sample in samples):
+            return
+        runnable = [at for at, turn in enumerate(turns) if turn.error is None]
+        for sample, turn in zip(samples, turns, strict=True):
+            sample.error = turn.error
+            sample.batch_rows = len(runnable)
+        if runnable:
+            requests = [Request(turns[at].key, turns[at].ids, turns[at].max_new_tokens) for at in runnable]
+            endings = [self._ending(turns[at]) for at in runnable]
+            environment.reset_peak_memory()
+            outcomes = measure(arm.strategy, requests, self.sampling, endings, self.clock, self.drain)
+            arm.peak_bytes = max(arm.peak_bytes or 0, environment.peak_memory_bytes() or 0) or None
+            for at, outcome in zip(runnable, outcomes, strict=True):
+                _fill(samples[at], outcome)
+                if kind == "trace":
+                    samples[at].forwards = self._forwards(arm, outcome)
+        fresh = [sample for sample in samples if sample.key not in self.done]
+        self.write(fresh)
+        self.done |= {sample.key: sample for sample in fresh}
+        self.group += 1
+        for sample in fresh:
+            if sample.error:
+                self.listener.warn(f"{arm.name}, {sample.task} {sample.prompt_id}: {sample.error}")
+        self.listener.sample(fresh)
+
+    def _blank(self, arm: _Arm, turn: Turn, repeat: int, kind: str) -> Sample:
+        return Sample(
+            arm=arm.name,
+            task=turn.task,
+            prompt_id=turn.prompt.id,
+            prompt_hash=turn.hash,
+            category=turn.prompt.category,
+            turn=turn.number,
+            repeat=repeat,
+            kind=kind,
+            group=self.group,
+            batch_rows=1,
+            prompt_tokens=len(turn.ids),
+            max_new_tokens=turn.max_new_tokens,
+        )
+
+    def _ending(self, turn: Turn) -> Ending:
+        return Ending(self.eos, (*self.plan.stop, *turn.prompt.stop), self.prepared.codec.decode)
+
+    # After the measured samples
+
+    def _check_first_again(self) -> None:
+        """State that a strategy carries from prompt to prompt shows as another answer; the summary looks for it."""
+        turns = [t for t in self.prepared.first_turns if t.error is None][: self.plan.batch]
+        if not turns or len(self.prepared.first_turns) < 2:
+            return
+        for arm in self.arms:
+            self._sample(arm, turns, 0, "check")
+
+    def _trace(self) -> None:
+        """Where the time goes, on a few prompts of each task, with every forward noted."""
+        if not self.plan.trace:
+            return
+        self.listener.stage("tracing")
+        for task in dict.fromkeys(task for task, _ in self.prepared.prompts):
+            turns = [t for t in self.prepared.first_turns if t.task == task and t.error is None]
+            for at in range(0, min(len(turns), self.plan.trace * self.plan.batch), self.plan.batch):
+                for arm in self.arms:
+                    if arm.engine != "specbench":
+                        continue
+                    for model in arm.models.values():
+                        model.trace = []
+                    self._sample(arm, turns[at : at + self.plan.batch], 0, "trace")
+                    for model in arm.models.values():
+                        model.trace = None
+
+    def _forwards(self, arm: _Arm, outcome: Outcome) -> dict[str, list[list[int]]]:
+        start = outcome.start_ns
+        return {
+            role: [[f.start_ns - start, f.end_ns - start, f.rows, f.new_tokens] for f in model.trace or []]
+            for role, model in arm.models.items()
+        }
+
+    def _judge(self, reference: Sample, index: int, token: int, other: int) -> lossless.Divergence:
+        """The target's values where two arms part, by a teacher-forced pass over what they share."""
+        turn = self.turns[reference.prompt_hash]
+        row = Row(0, Request(turn.key, turn.ids, turn.max_new_tokens))
+        row.tokens.extend(reference.token_ids[:index])
+        target = self.models.get(("target", "specbench")) or self.models["target", "transformers"]
+        target.reset()
+        logits = target.advance([row.tokens.view()], 1)[0]
+        values = Verifier(self.sampling).values(logits, row)
+        best = values.topk(2).values
+        tolerance = lossless.TOLERANCE.get(target.dtype, lossless.TOLERANCE["bfloat16"]) * float(logits.abs().max())
+        if not self.sampling.greedy:
+            tolerance /= self.sampling.temperature
+        gap = float(best[0] - min(values[token], values[other]))
+        return lossless.Divergence(index, float(best[0] - best[1]), min(gap, 1e30), tolerance)
+
+
+def _fill(sample: Sample, outcome: Outcome) -> None:
+    sample.error = outcome.error
+    if outcome.error is not None:
+        return
+    sample.token_ids = outcome.token_ids
+    sample.finish = outcome.finish
+    sample.ttft_ns = outcome.ttft_ns
+    sample.e2e_ns = outcome.e2e_ns
+    sample.drain_ns = outcome.drain_ns
+    sample.steps = outcome.steps
+    sample.levels = outcome.levels or None
