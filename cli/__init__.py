@@ -1,0 +1,47 @@
+"""The command line: parsing, progress, exit codes. No arithmetic, and nothing heavy is imported for `--help`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .. import __version__
+from . import lists, running, showing
+from .errors import show_tracebacks
+
+app = typer.Typer(
+    name="specbench",
+    help="Run and benchmark decoding strategies for language models: one loop, one clock, one token counter, and "
+    "proof that the output did not change.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"specbench {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+    traceback: Annotated[
+        bool, typer.Option("--traceback/--no-traceback", help="Show where in the code a known error arose.")
+    ] = False,
+) -> None:
+    show_tracebacks.set(traceback)
+
+
+app.command("run", help=running.RUN_HELP)(running.run)
+app.command("validate", help=running.VALIDATE_HELP)(running.validate)
+app.command("show")(showing.show)
+app.add_typer(lists.app, name="list")
+
+__all__ = ["app"]

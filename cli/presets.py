@@ -1,0 +1,46 @@
+"""Named settings; flags and a config file go over them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import UsageError, unknown
+
+
+def preset(name: str) -> dict[str, Any]:
+    """The settings of a preset by `Plan` field. Raises UsageError."""
+    if name == "smoke":
+        return _smoke()
+    if name == "demo":
+        return dict(_DEMO)
+    raise UsageError(unknown("preset", name, ("smoke", "demo")))
+
+
+def _smoke() -> dict[str, Any]:
+    """Every strategy there is, on tiny random models that are built on the spot; the output must not change."""
+    from ..strategies import registry
+
+    return {
+        "strategy": tuple(registry.names()),
+        "target": "tiny",
+        "draft": "tiny-draft",
+        "task": ("bundled",),
+        "limit": 3,
+        "max_new_tokens": 32,
+        "dtype": "float32",
+        "trace": 1,
+        "require_lossless": True,
+    }
+
+
+# A real model on its own: what drafts for it has to be at hand without another download.
+_DEMO = {
+    "strategy": ("lookup",),
+    "target": "smollm2-135m",
+    "task": ("bundled",),
+    "limit": 16,
+    "max_new_tokens": 96,
+    "dtype": "float32",
+    "repeats": 1,
+    "require_lossless": True,
+}

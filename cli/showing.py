@@ -1,0 +1,33 @@
+"""`specbench show`: the table of a run that was made before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .errors import reports_errors
+from .output import print_json, stderr, stdout
+
+
+@reports_errors
+def show(
+    run: Annotated[Path, typer.Argument(help="Run folder", show_default=False)],
+    format: Annotated[str, typer.Option("--format", "-f", help="table, md, csv, json or latex")] = "table",
+    json: Annotated[bool, typer.Option("--json/--no-json", help="The same as --format json")] = False,
+) -> None:
+    """Print the table of a run folder. Example: specbench show runs/2026-01-31_120000-tiny-lookup"""
+    from ..results import tables
+    from ..results.records import RunFolder
+    from ..results.summary import summarise
+
+    folder = RunFolder(run)
+    summary = summarise(folder.manifest(), folder.samples())
+    if json or format == "json":
+        tables.print_cautions(summary, stderr())
+        print_json(summary.to_dict())
+    elif format == "table":
+        tables.print_summary(summary, stdout(), folder.path)
+    else:
+        typer.echo(tables.render(summary, format), nl=False)
