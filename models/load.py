@@ -105,6 +105,7 @@ def load(
     runtime: str = "auto",
     vocab_size: int | None = None,
     quant: str | None = None,
+    exact: bool = False,
 ) -> CachedModel:
     """Loads the weights and puts a runtime around them; silent on stdout and stderr.
 
@@ -112,6 +113,7 @@ def load(
         runtime: `packed` and `transformers` insist; `auto` is packed where that runtime supports the model.
         vocab_size: cut logits to it, see `check_pair`; None keeps the head.
         quant: quantise the weights (`int4`, `int8`); the packed runtime only.
+        exact: on CUDA, compute so that a draft changes no bits, at a price; the packed runtime only.
 
     Raises:
         ModelError: the model's cache cannot be rolled back, the runtime does not support the model, or loading fails.
@@ -119,12 +121,13 @@ def load(
     if runtime not in RUNTIMES:
         raise ModelError(unknown("runtime", runtime, RUNTIMES))
     check_cache(info)
-    if quant and runtime == "transformers":
-        raise ModelError(f"{info.role} {info.name}: {quant} needs the packed runtime, not transformers")
+    for asked in filter(None, (quant, "--exact" if exact else None)):
+        if runtime == "transformers":
+            raise ModelError(f"{info.role} {info.name}: {asked} needs the packed runtime, not transformers")
     from . import packed
 
     refusal = packed.supports(info.config, device, dtype)
-    if refusal and (runtime == "packed" or quant):
+    if refusal and (runtime == "packed" or quant or exact):
         raise ModelError(f"{info.role} {info.name}: the packed runtime does not support this model: {refusal}")
     if not refusal and runtime != "transformers":
         return packed.PackedModel.from_transformers(
@@ -134,6 +137,7 @@ def load(
             dtype=dtype,
             vocab_size=info.vocab_size if vocab_size is None else vocab_size,
             quant=quant,
+            exact=exact,
         )
     from .transformers_runtime import TransformersModel
 

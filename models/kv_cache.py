@@ -1,0 +1,102 @@
+"""The preallocated KV cache of the packed runtime on CPU: per-row lengths, no holes, dense for the matrix kernels.
+
+oneDNN copies a matrix that is not dense, so a slice of a longer buffer costs as much as reading it twice. Keys and
+values of all rows are therefore kept in blocks of exactly `slots` positions, and attention runs over all of them
+with a mask. `slots` follows the longest row in steps; changing it moves the blocks within the same memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+ALIGNMENT = 64  # slots; a multiple of every vector width, so that no kernel has a ragged tail
+
+
+def slots_for(tokens: int) -> int:
+    """Slots to attend over for so many tokens: at most 64 too many, or one part in sixteen of a long context."""
+    step = ALIGNMENT
+    while step * 16 < tokens:
+        step *= 2
+    return -(-tokens // step) * step
+
+
+class KeyValueCache:
+    """Keys and values, (layers, 2, rows, heads, slots, head_dim), in one piece of memory that is moved, not remade.
+
+    Slots that hold nothing yet are finite numbers (zeros, or what was there before), never NaN, since a masked slot
+    takes part in the sums with weight zero.
+
+    Attributes:
+        rows: rows there is room for.
+        slots: positions of each row that attention runs over.
+        blocks: the view that layers read and write, (layers, 2, rows, heads, slots, head_dim).
+    """
+
+    def __init__(self, layers: int, heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        self.layers, self.heads, self.head_dim, self.dtype = layers, heads, head_dim, dtype
+        self.rows, self.slots = 1, ALIGNMENT
+        self._memory = torch.zeros(self._numbers(1, ALIGNMENT), dtype=dtype)
+        self.blocks = self._view()
+
+    def reserve(self, rows: int, tokens: int) -> None:
+        """Allocates for so many rows and tokens. What is cached stays; `slots` stays."""
+        numbers = self._numbers(max(rows, self.rows), max(slots_for(tokens), self.slots))
+        if numbers > self._memory.numel():
+            self._move(max(rows, self.rows), self.slots, [self.slots] * self.rows, numbers)
+
+    def fit(self, rows: int, tokens: int, lengths: list[int]) -> None:
+        """Makes room for `rows` rows and a longest row of `tokens` tokens; keeps the first lengths[r] of row r.
+
+        Slots shrink only when many more than a draft are unneeded, so that one that is rejected again and again at a
+        boundary does not move the cache each time, and a long text before does not slow down a short one.
+        """
+        needed = slots_for(tokens)
+        rows = max(rows, self.rows)
+        if needed > self.slots or needed + 2 * ALIGNMENT + self.slots // 8 < self.slots:
+            self._move(rows, needed, lengths, self._numbers(rows, needed))
+        elif rows > self.rows:
+            self._move(rows, self.slots, lengths, self._numbers(rows, self.slots))
+
+    @property
+    def nbytes(self) -> int:
+        return self._memory.numel() * self._memory.element_size()
+
+    def release(self) -> None:
+        self._memory = torch.zeros(0, dtype=self.dtype)
+        self.blocks = self._memory
+
+    def _numbers(self, rows: int, slots: int) -> int:
+        return self.layers * 2 * rows * self.heads * slots * self.head_dim
+
+    def _view(self) -> torch.Tensor:
+        shape = (self.layers, 2, self.rows, self.heads, self.slots, self.head_dim)
+        return self._memory[: self._numbers(self.rows, self.slots)].view(shape)
+
+    def _move(self, rows: int, slots: int, lengths: list[int], numbers: int) -> None:
+        """Lays the blocks out anew, in place where the memory is large enough."""
+        source = self._memory
+        if numbers > source.numel():
+            self._memory = torch.zeros(numbers, dtype=self.dtype)
+        slot_bytes = self.head_dim * source.element_size()
+        moves = []
+        for outer in range(self.layers * 2):
+            for row in range(min(self.rows, len(lengths))):
+                for head in range(self.heads if lengths[row] else 0):
+                    old = ((outer * self.rows + row) * self.heads + head) * self.slots
+                    new = ((outer * rows + row) * self.heads + head) * slots
+                    moves.append(
+                        (new * slot_bytes, old * slot_bytes, min(lengths[row], slots, self.slots) * slot_bytes)
+                    )
+        if slots > self.slots or rows > self.rows:
+            if slots < self.slots:  # some blocks would move up and others down: two passes, each in one direction
+                self._move(self.rows, slots, lengths, 0)
+                return self._move(rows, slots, lengths, numbers)
+            moves.reverse()  # blocks move up: the last one first, so that none is overwritten before it has moved
+        to, since = self._memory.data_ptr(), source.data_ptr()
+        for new, old, size in moves:
+            ctypes.memmove(to + new, since + old, size)
+        self.rows, self.slots = rows, slots
+        self.blocks = self._view()
+        return None

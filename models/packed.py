@@ -1,0 +1,298 @@
+"""The packed runtime: a lean forward for the Llama family, close to what memory bandwidth allows.
+
+Llama, SmolLM, Mistral without sliding window, Qwen2, Qwen3: grouped-query attention with rotary positions, RMSNorm,
+SwiGLU. transformers stays the loader, the tokenizer and the reference; the weights are taken out of its model, fused
+(query, key and value; gate and up), packed for the processor, and the unpacked copy is freed on the way.
+
+On CPU every linear is one of oneDNN's packed ones (`packed_linear`), the cache is preallocated and dense
+(`kv_cache`), attention is two matrix products per layer (`packed_attention`). In bfloat16 the logits of a token have
+the same bits whether it is computed alone, inside a draft, inside a prompt, or beside other rows; so greedy decoding
+with a draft is exact there, token for token. `packed_cuda` is the counterpart for CUDA devices.
+
+Left out, and refused by `supports`: sliding windows, mixtures of experts, rope types whose frequencies depend on the
+length (`dynamic`, `longrope`), partial rotation, activations other than SiLU, quantised checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from abc import abstractmethod
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import ModelError
+from ..hardware.clock import Clock
+from .base import CachedModel, Forward, Ids, common_prefix
+from .kv_cache import KeyValueCache
+from .packed_attention import Span, make_plans
+from .packed_layers import Decoder, head_dim_of
+from .packed_linear import ONE_DNN, choose_filled_rows, pack
+from .quantised import pack_quantised
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+MOST_ROWS = 256
+
+
+def supports(config: Any, device: str, dtype: str) -> str | None:
+    """Why a model with this transformers config cannot run packed on this device, or None where it can."""
+    kind = getattr(config, "model_type", None)
+    if kind not in MODEL_TYPES:
+        return f"the packed runtime knows {', '.join(MODEL_TYPES)}, not {kind}"
+    known = ("float32", "bfloat16") if device.startswith("cpu") else ("float32", "bfloat16", "float16")
+    if dtype not in known:
+        return f"the packed runtime computes in {', '.join(known)} on {device}, not in {dtype}"
+    if getattr(config, "quantization_config", None):
+        return "its checkpoint is quantised"
+    if any(layer != "full_attention" for layer in getattr(config, "layer_types", None) or ()):
+        return "it has layers that are not full attention"
+    if kind == "mistral" and (getattr(config, "sliding_window", None) or config.max_position_embeddings) < (
+        config.max_position_embeddings
+    ):
+        return f"it has a sliding window of {config.sliding_window} tokens"
+    if config.hidden_act != "silu":
+        return f"its activation is {config.hidden_act}, not silu"
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") not in ROPE_TYPES:
+        return f"its rope type is {rope['rope_type']}"
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        return "it rotates only a part of each head"
+    if head_dim_of(config) % 2 or config.num_attention_heads % config.num_key_value_heads:
+        return "its heads cannot be paired or grouped"
+    return None
+
+
+class PackedModel(CachedModel):
+    """A Llama-family model with its own forward. Make one with `from_transformers`.
+
+    Keeps the contract of `CachedModel`; what differs between devices is `_forward` and the cache.
+    """
+
+    runtime = "packed"
+
+    @staticmethod
+    def from_transformers(
+        hf_model: Any,
+        *,
+        name: str,
+        device: str,
+        dtype: str,
+        vocab_size: int,
+        quant: str | None = None,
+        group_size: int = 32,
+        exact: bool = False,
+        clock: Clock | None = None,
+    ) -> PackedModel:
+        """Takes the weights out of a loaded transformers model, which cannot be used afterwards.
+
+        Args:
+            hf_model: a causal LM that `supports` accepts, on any device.
+            device: `cpu`, or a CUDA device name, to which the weights are moved layer by layer.
+            vocab_size: cuts the logits to so many tokens.
+            quant: None, or `int8` or `int4` for weight-only quantised matrices, which is a different model; it
+                computes in bfloat16 and takes the place of `dtype`. On CPU only.
+            group_size: columns of a row that share a scale in int4: 32, 64, 128 or 256.
+            exact: on CUDA, compute so that drafts change no bits, at a price (`packed_cuda`). On CPU bfloat16 does so
+                anyway.
+
+        Raises:
+            ModelError: `supports` says no, or the quantised form cannot be had here.
+        """
+        reason = supports(hf_model.config, device, dtype)
+        if reason:
+            raise ModelError(f"{name} cannot run packed: {reason}; use --runtime transformers")
+        options: dict[str, Any] = {
+            "name": name,
+            "device": device,
+            "dtype": dtype,
+            "vocab_size": vocab_size,
+            "clock": clock,
+        }
+        if device.startswith("cpu"):
+            return CpuPackedModel(hf_model, quant=quant, group_size=group_size, **options)
+        if quant:
+            raise ModelError(f"{name}: {quant} is made for CPU only; on {device} use float16 or bfloat16")
+        from .packed_cuda import StaticPackedModel
+
+        return StaticPackedModel(hf_model, exact=exact, **options)
+
+    def __init__(
+        self, config: Any, *, name: str, device: str, dtype: str, vocab_size: int, clock: Clock | None = None
+    ) -> None:
+        self.name = name
+        self.device = device
+        self.dtype = dtype
+        self.vocab_size = vocab_size
+        self.context_length = config.max_position_embeddings
+        self.max_rows = MOST_ROWS
+        self._now = (clock or Clock()).now
+        self._ids = np.zeros((1, 64), dtype=np.int64)  # (rows, room for tokens)
+        self._lengths = [0]
+
+    @torch.inference_mode()
+    def advance(
+        self, contexts: Sequence[Ids], last: Sequence[int] | int = 1, rows: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        count = len(contexts)
+        if rows is None:
+            rows = range(count)
+        lasts = [last] * count if isinstance(last, int) else list(last)
+        arrays = [context if isinstance(context, np.ndarray) else np.asarray(context, np.int64) for context in contexts]
+        self._check(arrays, lasts, rows)
+        self._make_room(max(rows) + 1, max(map(len, arrays)))
+
+        spans = []
+        for row, context, wanted in zip(rows, arrays, lasts, strict=True):
+            known = common_prefix(self._ids[row, : self._lengths[row]], context)
+            start = min(known, len(context) - wanted)
+            self._lengths[row] = start  # stays true if the forward fails
+            spans.append(Span(row, start, len(context) - start))
+
+        if self.trace is not None:
+            self._synchronise()
+        began = self._now()
+        logits = self._forward(arrays, spans, lasts)
+        if self.trace is not None:
+            self._synchronise()
+        ended = self._now()
+        self.last_forward_ns = ended - began
+        if self.trace is not None:
+            self.trace.append(Forward(began, ended, count, sum(span.count for span in spans)))
+
+        for span, context in zip(spans, arrays, strict=True):
+            self._ids[span.row, span.start : len(context)] = context[span.start :]
+            self._lengths[span.row] = len(context)
+        return logits
+
+    def reset(self) -> None:
+        self._lengths = [0] * len(self._lengths)
+
+    def reserve(self, rows: int, tokens: int) -> None:
+        rows, tokens = min(rows, self.max_rows), min(tokens, self.context_length)
+        self._make_room(rows, tokens)
+        self._reserve_cache(rows, tokens)
+
+    @abstractmethod
+    def _forward(self, arrays: list[np.ndarray], spans: list[Span], lasts: list[int]) -> torch.Tensor:
+        """Logits of the last tokens of each span; keys and values of all new ones are cached."""
+
+    @abstractmethod
+    def _reserve_cache(self, rows: int, tokens: int) -> None: ...
+
+    def _synchronise(self) -> None:
+        """Waits for the device; nothing to do on CPU."""
+
+    def _make_room(self, rows: int, tokens: int) -> None:
+        have_rows, have_tokens = self._ids.shape
+        if rows > have_rows or tokens > have_tokens:
+            more_tokens = max(0, max(tokens, have_tokens * 3 // 2) - have_tokens) if tokens > have_tokens else 0
+            self._ids = np.pad(self._ids, ((0, max(0, rows - have_rows)), (0, more_tokens)))
+            self._lengths += [0] * (len(self._ids) - len(self._lengths))
+
+    def _check(self, arrays: list[np.ndarray], lasts: Sequence[int], rows: Sequence[int]) -> None:
+        if not arrays or len(lasts) != len(arrays) or len(rows) != len(arrays):
+            raise ValueError(f"{len(arrays)} contexts, {len(lasts)} counts of logits and {len(rows)} rows do not match")
+        if len(arrays) > 1 and len(set(rows)) < len(rows):
+            raise ValueError(f"a row is named twice: {list(rows)}")
+        if min(rows) < 0 or max(rows) >= self.max_rows:
+            raise ValueError(f"{self.name} computes at most {self.max_rows} rows in a batch; asked: {list(rows)}")
+        for context, wanted in zip(arrays, lasts, strict=True):
+            if not len(context):
+                raise ValueError("an empty context has no logits")
+            if len(context) > self.context_length:
+                raise ValueError(f"{len(context)} tokens are more than {self.name}'s context of {self.context_length}")
+            if not 1 <= wanted <= len(context):
+                raise ValueError(f"logits of the last {wanted} of {len(context)} tokens cannot be returned")
+
+
+class CpuPackedModel(PackedModel):
+    """The forward on CPU. All tokens of all rows stand one after another, so linears see no padding."""
+
+    def __init__(
+        self,
+        hf_model: Any,
+        *,
+        name: str,
+        device: str,
+        dtype: str,
+        vocab_size: int,
+        quant: str | None = None,
+        group_size: int = 32,
+        clock: Clock | None = None,
+    ) -> None:
+        super().__init__(
+            hf_model.config, name=name, device=device, dtype=quant or dtype, vocab_size=vocab_size, clock=clock
+        )
+        number = torch.bfloat16 if quant else getattr(torch, dtype)
+        pack_part = partial(pack_quantised, quant=quant, group_size=group_size) if quant else pack
+        self._decoder: Any = Decoder(hf_model, device, number, vocab_size, pack_part, pack)
+        self._cache = KeyValueCache(len(self._decoder.layers), self._decoder.kv_heads, self._decoder.head_dim, number)
+        self._threads_filled = 0
+        _return_freed_memory()
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._decoder.weight_bytes
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes allocated for keys and values."""
+        return self._cache.nbytes
+
+    def close(self) -> None:
+        self._decoder = None
+        self._cache.release()
+
+    def _reserve_cache(self, rows: int, tokens: int) -> None:
+        self._cache.reserve(rows, tokens)
+
+    def _forward(self, arrays: list[np.ndarray], spans: list[Span], lasts: list[int]) -> torch.Tensor:
+        decoder = self._decoder
+        self._choose_filled_rows()
+        end = max(map(len, arrays))
+        self._cache.fit(len(self._lengths), max(end, *self._lengths), self._lengths)
+        decoder.rotation.reach(end)
+        plans = make_plans(self._cache, spans, decoder.heads)
+        if len(spans) == 1:
+            start = spans[0].start
+            ids, positions = torch.from_numpy(arrays[0][start:]), torch.arange(start, end)
+        else:
+            ids = torch.from_numpy(np.concatenate([a[s.start :] for a, s in zip(arrays, spans, strict=True)]))
+            positions = torch.cat([torch.arange(span.start, span.start + span.count) for span in spans])
+        hidden = decoder.hidden(ids, decoder.rotation.at(positions), plans)
+        # widened, which changes no value: torch's argmax over bfloat16 takes four times as long, conversion included
+        return decoder.logits(_last_tokens(hidden, spans, lasts)).float()
+
+    def _choose_filled_rows(self) -> None:
+        """Once, and again when the number of threads has changed."""
+        threads = torch.get_num_threads()
+        if threads != self._threads_filled:
+            self._threads_filled = threads
+            decoder, width = self._decoder, self._decoder.embedding.shape[1]
+            largest = [weights.gate_up for weights in decoder.layers]
+            if all(matrix.kind != ONE_DNN for matrix in largest):
+                largest = [decoder.head]
+            decoder.filled_rows = choose_filled_rows(largest, width, decoder.dtype)
+
+
+def _last_tokens(hidden: torch.Tensor, spans: Sequence[Span], lasts: Sequence[int]) -> torch.Tensor:
+    if len(spans) == 1:
+        return hidden if lasts[0] == len(hidden) else hidden[-lasts[0] :]
+    if all(span.count == wanted for span, wanted in zip(spans, lasts, strict=True)):
+        return hidden
+    wanted, end = [], 0
+    for span, count in zip(spans, lasts, strict=True):
+        end += span.count
+        wanted += range(end - count, end)
+    return hidden.index_select(0, torch.tensor(wanted))
+
+
+def _return_freed_memory() -> None:
+    """Asks glibc to give freed memory back to the system; elsewhere there is nothing to ask."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)

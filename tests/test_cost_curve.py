@@ -1,0 +1,103 @@
+"""The cost curve: what is measured, in which order, and what lies between the points."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from specbench.hardware.clock import Clock
+from specbench.models.base import CachedModel
+from specbench.models.cost_curve import CostCurve, measure_cost
+
+
+class Priced(CachedModel):
+    """A model whose forward takes 10 ms, 1 ms more per new token and 1 microsecond per cached one."""
+
+    name, runtime, device, dtype = "priced", "toy", "cpu", "float32"
+    vocab_size, context_length, max_rows = 11, 4096, 8
+    weight_bytes = 0  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+        self.calls: list[tuple[int, int, int]] = []
+        self.cached = 0
+
+    def advance(self, contexts, last=1, rows=None):
+        length = len(contexts[0])
+        new = max(length - self.cached, last) if self.cached < length else last
+        before = length - new
+        self.now_ns += int(10e6 + 1e6 * new * len(contexts) + 1e3 * before)
+        self.calls.append((last, before, len(contexts)))
+        self.cached = length
+        return torch.zeros(last * len(contexts), self.vocab_size)
+
+    def reset(self) -> None:
+        self.cached = 0
+
+
+class ToyClock(Clock):
+    def __init__(self, model: Priced) -> None:
+        self.model = model
+
+    def now(self) -> int:
+        return self.model.now_ns
+
+
+def measured(**grid) -> tuple[Priced, CostCurve]:
+    model = Priced()
+    return model, measure_cost(model, clock=ToyClock(model), **grid)
+
+
+def test_every_point_of_the_grid_is_measured():
+    _, curve = measured(new_tokens=(1, 4, 2), context=(100, 300), rows=(1, 3), repeats=3)
+    assert curve.new_tokens == (1, 2, 4)
+    assert curve.median_ms.shape == (3, 2, 2)
+    assert curve.ms(4, 100, 1) == pytest.approx(14.1)
+    assert curve.ms(4, 300, 3) == pytest.approx(22.3)
+
+
+def test_numbers_of_new_tokens_take_turns():
+    model, _ = measured(new_tokens=(1, 2), context=50, repeats=2)
+    assert [call[0] for call in model.calls[1:]] == [1, 2, 1, 2, 1, 2]
+    assert all(before == 50 for _, before, _ in model.calls[1:])
+
+
+def test_between_points_the_curve_is_linear_and_beyond_them_it_never_becomes_free():
+    curve = CostCurve((1, 4, 8), (100, 200), (1, 2), np.arange(12.0).reshape(3, 2, 2))
+    assert curve.ms(1) == 0
+    assert curve.ms(2.5, 100, 1) == 2
+    assert curve.ms(4, 150, 1.5) == 5.5
+    assert curve.ms(1, 50, 1) == curve.ms(1, 100, 1)
+    assert curve.ms(1, 900, 9) == 3
+    assert curve.ms(12, 100, 1) == 12  # one unit a token, as between 4 and 8
+
+
+def test_ratio_is_relative_to_one_token():
+    _, curve = measured(new_tokens=(1, 8), context=1000, repeats=1)
+    assert curve.ratio(8) == pytest.approx(19 / 12)
+    assert curve.ratio(1) == 1
+
+
+def test_curve_survives_json():
+    _, curve = measured(new_tokens=(1, 2), context=10, repeats=1)
+    again = CostCurve.from_record(json.loads(json.dumps(curve.as_record())))
+    assert again.ms(2) == curve.ms(2)
+    assert again.new_tokens == curve.new_tokens
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        ({"new_tokens": ()}, "counted from 1"),
+        ({"new_tokens": (0, 1)}, "counted from 1"),
+        ({"rows": 9}, "at most 8 rows"),
+        ({"context": 4090}, "context of 4096"),
+        ({"repeats": 0}, "at least one repeat"),
+    ],
+)
+def test_impossible_grids_are_refused(grid, message):
+    with pytest.raises(ValueError, match=message):
+        measured(**grid)
