@@ -35,8 +35,9 @@ def _smoke() -> dict[str, Any]:
 
 # A real model on its own: what drafts for it has to be at hand without another download.
 _DEMO = {
-    "strategy": ("lookup",),
+    "strategy": ("speculative", "lookup"),
     "target": "smollm2-135m",
+    "draft": "self:int4",
     "task": ("bundled",),
     "limit": 16,
     "max_new_tokens": 96,

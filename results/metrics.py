@@ -175,6 +175,22 @@ def throughput_tokens_per_s(samples: Sequence[Sample]) -> float | None:
     return ratio(sum(map(emitted, samples)) * NS_PER_S, wall_ns(samples))
 
 
+def stall_share(samples: Iterable[Sample], factor: float = 10.0) -> float | None:
+    """Sum of the gaps between steps that are longer than `factor` times the median gap / sum of all gaps.
+
+    A step that takes ten times its like is no property of a strategy: something else had the machine. The first gap of
+    a sample is left out, since a draft model's prefill is in it.
+    """
+    gaps: list[int] = []
+    for sample in samples:
+        times = [step[NS] for step in sample.steps]
+        gaps += [after - before for before, after in zip(times[1:], times[2:], strict=False)]
+    if not gaps:
+        return None
+    limit = factor * (percentile(gaps, 50) or 0)
+    return ratio(sum(gap for gap in gaps if gap > limit), sum(gaps))
+
+
 def drain_share(samples: Iterable[Sample]) -> float | None:
     """Sum over calls of the time the devices still worked after the last token / sum of the calls' wall times.
 

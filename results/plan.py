@@ -24,6 +24,7 @@ from ..tasks.base import Task
 BASELINE = "autoregressive"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 RUNTIMES = ("auto", "packed", "transformers")
+QUANTS = (None, "int8", "int4")
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,9 @@ class Plan:
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     dtype: str = "auto"
     runtime: str = "auto"
+    target_quant: str | None = None
     draft_quant: str | None = None
+    exact: bool = False
     place: str = "target=cpu"
     threads: int | None = None
     batch: int = 1
@@ -78,9 +81,22 @@ class Plan:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {value}: at least 1")
-        for name, known in (("dtype", DTYPES), ("runtime", RUNTIMES)):
-            if getattr(self, name) not in known:
-                raise UsageError(unknown(name, getattr(self, name), known))
+        for name, known in (
+            ("dtype", DTYPES),
+            ("runtime", RUNTIMES),
+            ("target_quant", QUANTS),
+            ("draft_quant", QUANTS),
+        ):
+            value = getattr(self, name)
+            if value not in known:
+                raise UsageError(unknown(name.replace("_", "-"), str(value), filter(None, known)))
+        for asked, flag in (
+            (self.target_quant, "target-quant"),
+            (self.draft_quant, "draft-quant"),
+            (self.exact, "exact"),
+        ):
+            if asked and self.runtime == "transformers":
+                raise UsageError(f"--{flag}: needs the packed runtime, not --runtime transformers")
         if not self.task:
             raise UsageError("no task; name one with --task. See: specbench list tasks")
         if self.resume and self.overwrite:
@@ -236,6 +252,16 @@ def _check_roles(checked: Checked) -> None:
     for arm in checked.arms:
         if "draft" in arm.strategy.roles and not plan.draft:
             raise UsageError(f"{arm.name}: needs a draft model; name one with --draft. See: specbench list models")
+    if plan.draft and plan.draft.startswith("self:") and (plan.draft_quant or plan.runtime == "transformers"):
+        other = "--draft-quant" if plan.draft_quant else "--runtime transformers"
+        raise UsageError(f"--draft {plan.draft}: is quantised by the packed runtime already; leave {other} out")
+    if plan.draft_quant and not plan.draft:
+        raise UsageError(f"--draft-quant {plan.draft_quant}: there is no draft model; name one with --draft")
+    for arm in checked.arms:
+        if arm.engine != "specbench" and (plan.target_quant or plan.draft_quant):
+            raise UsageError(
+                f"{arm.name}: runs {arm.engine}' own models, which --target-quant and --draft-quant do not touch"
+            )
     if plan.draft and "draft" not in checked.roles:
         raise UsageError(f"--draft {plan.draft}: no strategy of this run uses a draft model")
     if "draft" in checked.placement.devices and "draft" not in checked.roles:

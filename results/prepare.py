@@ -5,6 +5,7 @@ Templates and tokenisation run here, once, untimed; every arm gets the same ids.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from ..errors import MeasurementError
 from ..models.info import ModelInfo, describe
 from ..models.load import check_cache, check_pair
-from ..models.specs import parse
+from ..models.specs import ModelSpec, parse
 from ..models.tokenizer import TextCodec
 from ..tasks.base import Prompt
 from .listener import Listener
@@ -108,7 +109,11 @@ def prepare(checked: Checked, listener: Listener) -> Prepared:
         name = specs[role]
         assert name is not None
         listener.stage(f"looking up {role} {name}")
-        infos[role] = describe(parse(name), role, progress=listener.note)
+        spec = parse(name)
+        if spec.kind == "self" and role == "draft":  # the target's own weights, quantised: nothing else to look up
+            infos[role] = self_draft(infos["target"], spec)
+            continue
+        infos[role] = describe(spec, role, progress=listener.note)
         check_cache(infos[role])
     listener.stage("reading tasks")
     codec = infos["target"].codec
@@ -125,6 +130,12 @@ def prepare(checked: Checked, listener: Listener) -> Prepared:
     if "draft" in infos:
         prepared.vocab_size = check_pair(target, infos["draft"], prepared.needed_tokens)
     return prepared
+
+
+def self_draft(target: ModelInfo, spec: ModelSpec) -> ModelInfo:
+    """The target as its own draft, in the quantised form that the spec names."""
+    spec = dataclasses.replace(target.spec, text=spec.text, quant=spec.quant)
+    return dataclasses.replace(target, spec=spec, role="draft", fingerprint=f"{target.fingerprint}:{spec.quant}")
 
 
 def _dtype(plan: Plan, checked: Checked) -> str:

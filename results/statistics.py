@@ -22,6 +22,7 @@ LEAST_PROMPTS = 5  # fewer cannot span an interval: simulated, 95 % of 3 prompts
 MOST_SPREAD = 0.10
 MOST_DRIFT = 0.05
 MOST_DRAIN = 0.01
+MOST_STALL = 0.02
 
 Key = tuple[str, str, int, int]
 
@@ -335,7 +336,7 @@ class Caution:
     """Something that a reader of the table has to know.
 
     Attributes:
-        code: for programs: `failed`, `few-prompts`, `one-repeat`, `spread`, `drift`, `drain`, `length`, `per-token`,
+        code: for programs: `failed`, `few-prompts`, `one-repeat`, `spread`, `drift`, `drain`, `stall`, `length`, `per-token`,
             `missing`, `interrupted`, `not-compared`, `different-tokens`, `state`, `first-step`, `threads`, `busy`,
             `broken`.
         text: one sentence with the number in it.
@@ -375,6 +376,13 @@ def arm_cautions(task: str, arm: str, ok: Sequence[Sample], failed: Sequence[Sam
     if left is not None and left > MOST_DRAIN:
         text = f"{task}, {arm}: devices worked on for {percent(left)} of the time after the last token"
         found.append(Caution("drain", text, task, arm, left))
+    stalled = metrics.stall_share(ok)
+    if stalled is not None and stalled > MOST_STALL:
+        text = (
+            f"{task}, {arm}: {percent(stalled)} of its decode time went into steps of over ten times the usual length; "
+            "something else had the machine, so measure again"
+        )
+        found.append(Caution("stall", text, task, arm, stalled))
     early = sum(1 for sample in ok if sample.steps and sample.steps[0][metrics.KEPT] > 1)
     if early:
         text = f"{task}, {arm}: several tokens came with the first step in {early} samples; compare it end to end"

@@ -126,7 +126,7 @@ class Options:
     per_match: at most so many tokens per matched token.
     """
 
-    draft_length: int = 10
+    draft_length: int = 12
     min_match: int = 2
     per_match: float = 2.0
 

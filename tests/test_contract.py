@@ -29,6 +29,7 @@ VOCAB = 12
 NAMES = [name for name in registry.names() if registry.get(name).engine == "specbench"]
 SAMPLINGS = {
     "greedy": Sampling(),
+    "greedy, rejection rule": Sampling(verify="rejection"),
     "T=1": Sampling(temperature=1.0, seed=5),
     "T=0.6 top-p 0.9": Sampling(temperature=0.6, top_p=0.9, seed=5),
     "T=0.8 top-k 4": Sampling(temperature=0.8, top_k=4, seed=5),
@@ -72,7 +73,7 @@ def steps_of(strategy: Strategy, request: Request, sampling: Sampling) -> list[S
 @pytest.mark.parametrize("how", SAMPLINGS)
 @pytest.mark.parametrize("batch", [1, 7])
 def test_tokens_equal_plain_decodings(name, how, batch):
-    """D6, D8, D27, D28, D29, D38: prompts of 1 to 12 tokens, greedy and coupled sampling, alone and in a batch.
+    """D6, D8, D25, D27, D28, D29, D38: prompts of 1 to 12 tokens, greedy and coupled sampling, alone and in a batch.
 
     200 prompts for the three settings of the literature, 40 for the others.
     """

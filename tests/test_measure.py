@@ -13,6 +13,8 @@ from specbench.results.records import Sample
 from specbench.strategies.autoregressive import Autoregressive, Options
 from specbench.strategies.base import Request, Step
 from specbench.strategies.sampling import Sampling
+from specbench.strategies.speculative import Options as SpeculativeOptions
+from specbench.strategies.speculative import Speculative
 
 MS = 1_000_000
 
@@ -164,6 +166,43 @@ def test_a_real_strategy_through_the_loop():
     (row,) = measure(strategy, [request], Sampling(), Ending(), TickingClock(), Drain())
     assert len(row.token_ids) == len(row.steps) == 20
     assert row.e2e_ns == 200 * MS
+
+
+class Costed(TableModel):
+    """A table whose forwards take time on a fake clock: a share per forward, a share per token and cached token."""
+
+    def __init__(self, clock: TickingClock, base_ms: float, per_token_ms: float, per_cell_ms: float, **more):
+        super().__init__(context_length=8192, **more)
+        self.clock, self.costs = clock, (base_ms, per_token_ms, per_cell_ms)
+
+    def advance(self, contexts, last=1, rows=None):
+        out = super().advance(contexts, last, rows)
+        new, cached = sum(self.forwards[-1]), len(contexts[0])
+        base, per_token, per_cell = self.costs
+        self.clock.time += round((base + per_token * new + per_cell * new * cached) * MS)
+        return out
+
+
+def test_a_sweep_over_contexts_shows_where_speculation_stops_paying():
+    """M10: where attention makes a verified token dear, the gain shrinks with the context and crosses 1."""
+    speedups = []
+    for context in (32, 512, 4096):
+        seconds = {}
+        for strategy, options in ((Autoregressive, Options()), (Speculative, SpeculativeOptions(draft_length=4))):
+            clock = TickingClock(step=0)
+            models = {
+                "target": Costed(clock, 10, 0.2, 0.02, vocab=8, seed=1),
+                "draft": Costed(clock, 1, 0.1, 0.001, vocab=8, seed=1, twist=2.0),
+            }
+            prompt = [number * number % 8 for number in range(context)]
+            asked = [Request(1, prompt, 60)]
+            (row,) = measure(strategy(models, options), asked, Sampling(), Ending(), clock, Drain())
+            assert row.e2e_ns is not None
+            # The draft's prefill comes after the first token; what is compared here is the steady state.
+            seconds[strategy.name] = row.e2e_ns - row.steps[1][0]
+        speedups.append(seconds["autoregressive"] / seconds["speculative"])
+    assert speedups == sorted(speedups, reverse=True)
+    assert speedups[0] > 1 > speedups[-1]
 
 
 # Lossless report

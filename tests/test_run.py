@@ -123,6 +123,18 @@ def test_sampled_output_is_token_identical_in_float32(tmp_path, how, batch):
     assert all(arm["exact"] == arm["compared"] == 5 for arm in counts.values())
 
 
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_the_target_drafts_for_itself_in_a_quantised_form(tmp_path, form):
+    """Another model, which the table calls by its dtype; whatever it proposes, the output stays that of the target."""
+    result = runs.run(plan(tmp_path / "r", strategy=("speculative", "hf-assisted"), draft=f"self:{form}"))
+    counts = result.manifest["lossless"]["bundled"]
+    assert all(arm["exact"] == arm["compared"] > 0 for arm in counts.values())
+    arms = {arm["name"]: arm["roles"] for arm in result.manifest["arms"]}
+    assert arms["speculative"]["draft"]["dtype"] == form
+    assert arms["speculative"]["target"]["dtype"] == "float32"
+    assert set(arms["hf-assisted"]) == {"target"}  # transformers has no such form; it looks up instead
+
+
 def test_under_the_rejection_rule_tokens_are_not_compared(tmp_path):
     result = runs.run(plan(tmp_path / "r", temperature=1.0, verify="rejection"))
     assert result.manifest["lossless"] is None
@@ -278,6 +290,12 @@ def test_state_carried_over_between_prompts_is_found(tmp_path, monkeypatch):
         (dict(strategy=("hf-assisted",), temperature=1.0), "temperature 0 only"),
         (dict(strategy=("hf-assisted",), batch=2), "at most 1 row"),
         (dict(target="tinny"), "tiny"),
+        (dict(target="self:int4"), "self"),
+        (dict(strategy=("speculative",), draft="self:int3"), "int4"),
+        (dict(strategy=("speculative",), draft="self:int4", draft_quant="int8"), "leave --draft-quant out"),
+        (dict(strategy=("speculative",), draft="self:int4", runtime="transformers"), "--runtime transformers out"),
+        (dict(draft_quant="int4"), "there is no draft model"),
+        (dict(exact=True, runtime="transformers"), "needs the packed runtime"),
         (dict(strategy=("lookup", "lookup")), "named twice"),
     ],
 )

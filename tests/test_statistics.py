@@ -13,7 +13,7 @@ from scipy import stats
 from synthetic import MS, failed, run, sample
 
 from specbench.errors import MeasurementError
-from specbench.results import statistics
+from specbench.results import metrics, statistics
 from specbench.results.records import Sample
 
 
@@ -285,3 +285,17 @@ def test_unequal_lengths_are_flagged_where_tokens_should_be_the_same() -> None:
     assert "left out" in caution.text
     (caution,) = statistics.pairing_cautions("toy", "speculative", "autoregressive", pairing, same_tokens=False)
     assert caution.code == "per-token"
+
+
+def test_steps_that_something_else_delayed_are_warned_of():
+    """P29: other tenants. One step of 400 ms among 10 ms ones is not a property of the strategy."""
+    steady = sample(tokens=40, step_ms=10)
+    late = [[ns + (400 * MS if at > 20 else 0), *rest] for at, (ns, *rest) in enumerate(steady.steps)]
+    stalled = dataclasses.replace(steady, steps=late, e2e_ns=late[-1][0])
+    assert metrics.stall_share([steady]) == 0
+    assert metrics.stall_share([stalled]) == pytest.approx(410 / 780)
+    assert metrics.stall_share([sample(tokens=2)]) is None
+    codes = {name: [c.code for c in statistics.arm_cautions("t", "a", [one], [])] for name, one in
+             (("steady", steady), ("stalled", stalled))}  # fmt: skip
+    assert "stall" in codes["stalled"]
+    assert "stall" not in codes["steady"]
