@@ -18,7 +18,7 @@ test: $(VENV)/installed-test
 # What CI runs beside the tests.
 check: $(VENV)/installed-dev
 	$(BIN)/ruff check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 install: $(VENV)/installed
 
