@@ -19,6 +19,7 @@ from .kv_cache import KeyValueCache
 
 CHUNK_QUERIES = 256  # of a prompt that attend at once; bounds the memory of the scores
 BATCHED_SCORES = 1 << 20  # scores of rows that are computed together; more would not stay in the caches
+PIECED_SLOTS = 1024
 
 
 class Rotation:
@@ -69,7 +70,7 @@ class Plan(NamedTuple):
 
     Attributes:
         tokens: new tokens of its rows, one row's after the other's.
-        rows: how many; for a single row the last three attributes are None.
+        rows: how many; for a single row `slots`, `padded` and `kept` are None.
         count: new tokens per row; where rows differ, the largest number, to which all are padded.
         start: the first slot that may be hidden from a query.
         keys: by layer, transposed for the product, (rows x kv_heads, head_dim, slots).
@@ -78,6 +79,7 @@ class Plan(NamedTuple):
             several, all slots of the layer, (slots in all, head_dim), at `slots`.
         mask: added to the scores from `start` on, (rows, 1, count, hidden); empty where a single token needs none.
         slots: the slot of every new key and value, (tokens, 2 kv_heads).
+        pieces: into how many the slots are cut, so that heads and threads come out even; 1 where bits matter.
         padded, kept: of ragged rows, the token that each padded query copies, and the queries that are real.
     """
 
@@ -89,6 +91,7 @@ class Plan(NamedTuple):
     values: list[torch.Tensor]
     targets: list[torch.Tensor]
     mask: torch.Tensor
+    pieces: int
     slots: torch.Tensor | None
     padded: torch.Tensor | None
     kept: torch.Tensor | None
@@ -120,6 +123,7 @@ def _plan(cache: KeyValueCache, spans: list[Span]) -> Plan:
 
 def _plan_row(cache: KeyValueCache, span: Span) -> Plan:
     blocks = cache.blocks[:, :, span.row]  # (layers, 2, kv_heads, slots, head_dim)
+    uneven = cache.heads % torch.get_num_threads() != 0
     wanted = 1 < span.count <= CHUNK_QUERIES
     tail = (span.count, cache.slots - span.start) if wanted else (0, 0)
     return Plan(
@@ -131,6 +135,7 @@ def _plan_row(cache: KeyValueCache, span: Span) -> Plan:
         values=list(blocks[:, 1].unbind(0)),
         targets=list(blocks.narrow(3, span.start, span.count).permute(0, 3, 1, 2, 4).unbind(0)),
         mask=torch.full(tail, -torch.inf, dtype=cache.dtype).triu_(1),  # query i sees i + 1 slots of the tail
+        pieces=2 if uneven and cache.dtype is torch.float32 and cache.slots >= PIECED_SLOTS else 1,
         slots=None,
         padded=None,
         kept=None,
@@ -167,6 +172,7 @@ def _plan_together(cache: KeyValueCache, spans: list[Span]) -> Plan:
         values=list(blocks[:, 1].view(shape).unbind(0)),
         targets=list(cache.blocks.view(cache.layers, -1, cache.head_dim).unbind(0)),
         mask=mask,
+        pieces=1,
         slots=slots,
         padded=padded,
         kept=kept,
@@ -201,19 +207,39 @@ def _attend(heads: torch.Tensor, layer: int, plan: Plan, query_heads: int, kv_he
     plan.targets[layer].copy_(heads.narrow(1, query_heads, 2 * kv_heads).view(count, 2, kv_heads, head_dim))
     queries = heads.narrow(1, 0, query_heads)
     keys, values = plan.keys[layer], plan.values[layer]
+    if count > 256:
+        return _attend_prompt(queries, keys, values, start, kv_heads)
     if count == 1:
-        scores = torch.bmm(queries.view(kv_heads, group, head_dim), keys)
+        scores = _scores(queries.view(kv_heads, group, head_dim), keys, plan.pieces)
         hidden = scores.shape[2] - start - 1
         if hidden > 0:
             scores.narrow(2, start + 1, hidden).fill_(-float("inf"))
-        return torch.bmm(torch.softmax(scores, -1), values).view(1, query_heads * head_dim)
-    if count > 256:
-        return _attend_prompt(queries, keys, values, start, kv_heads)
+        return _mix(torch.softmax(scores, -1), values, plan.pieces).view(1, query_heads * head_dim)
     mask = plan.mask
-    scores = torch.bmm(queries.transpose(0, 1).reshape(kv_heads, group * count, head_dim), keys)
+    scores = _scores(queries.transpose(0, 1).reshape(kv_heads, group * count, head_dim), keys, plan.pieces)
     scores.view(query_heads, count, -1).narrow(2, start, mask.shape[1]).add_(mask)
-    mixed = torch.bmm(torch.softmax(scores, -1), values)
+    mixed = _mix(torch.softmax(scores, -1), values, plan.pieces)
     return mixed.view(query_heads, count, head_dim).transpose(0, 1).reshape(count, -1)
+
+
+def _scores(queries: torch.Tensor, keys: torch.Tensor, pieces: int) -> torch.Tensor:
+    """(kv_heads, queries, head_dim) times (kv_heads, head_dim, slots), as pieces x kv_heads products."""
+    if pieces == 1:
+        return torch.bmm(queries, keys)
+    kv_heads, rows, head_dim, slots = queries.shape[0], queries.shape[1], queries.shape[2], keys.shape[2]
+    several = queries.unsqueeze(1).expand(kv_heads, pieces, rows, head_dim).reshape(-1, rows, head_dim)
+    cut = keys.transpose(1, 2).view(kv_heads * pieces, slots // pieces, head_dim).transpose(1, 2)
+    return torch.bmm(several, cut).view(kv_heads, pieces, rows, -1).transpose(1, 2).reshape(kv_heads, rows, slots)
+
+
+def _mix(weights: torch.Tensor, values: torch.Tensor, pieces: int) -> torch.Tensor:
+    """(kv_heads, queries, slots) times (kv_heads, slots, head_dim), as the sum of pieces."""
+    if pieces == 1:
+        return torch.bmm(weights, values)
+    kv_heads, rows, slots, head_dim = weights.shape[0], weights.shape[1], weights.shape[2], values.shape[2]
+    cut = weights.view(kv_heads, rows, pieces, -1).transpose(1, 2).reshape(kv_heads * pieces, rows, slots // pieces)
+    mixed = torch.bmm(cut, values.view(kv_heads * pieces, slots // pieces, head_dim))
+    return mixed.view(kv_heads, pieces, rows, head_dim).sum(1)
 
 
 def _attend_prompt(

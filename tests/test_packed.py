@@ -123,6 +123,20 @@ def test_long_prompts_are_computed_in_chunks_with_the_same_result():
     assert torch.allclose(runtime.advance([ids[:650]], last=2), expected[648:650], rtol=0, atol=1e-3)
 
 
+def test_uneven_heads_and_threads_do_not_change_the_result(monkeypatch):
+    """In float32 long caches are cut in pieces where the threads would otherwise wait for the last head."""
+    monkeypatch.setattr("specbench.models.packed_attention.PIECED_SLOTS", 128)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    model = make()
+    ids = text(230)
+    expected = forward(model, ids)
+    runtime = packed(model)
+    runtime.advance([ids[:200]])
+    for end in (201, 202, 210, 230):
+        logits = runtime.advance([ids[:end]], last=1)
+        assert (logits[0] - expected[end - 1]).abs().max() <= 1e-4 * expected.abs().max()
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_any_sequence_of_accepting_and_rejecting_equals_fresh_forwards(seed):
     """Ragged rows that grow, shrink, start anew, are named in any order, or are left out of a call."""
