@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import lists, running, showing
+from . import comparing, lists, reporting, running, showing, sweeping
 from .errors import show_tracebacks
 
 app = typer.Typer(
@@ -42,6 +42,9 @@ def main(
 app.command("run", help=running.RUN_HELP)(running.run)
 app.command("validate", help=running.VALIDATE_HELP)(running.validate)
 app.command("show")(showing.show)
+app.command("report")(reporting.report)
+app.command("compare", help=comparing.COMPARE_HELP)(comparing.compare)
+app.command("sweep", help=sweeping.SWEEP_HELP)(sweeping.sweep)
 app.add_typer(lists.app, name="list")
 
 __all__ = ["app"]

@@ -118,6 +118,15 @@ def run(
             _WHERE, "packed (fast), transformers, or auto: packed where the model allows (default: auto)", "--runtime"
         ),
     ] = None,
+    target_quant: Annotated[
+        Text, _option(_WHERE, "The same for the target: another model, and all arms decode it", "--target-quant")
+    ] = None,
+    exact: Annotated[
+        Switch,
+        _option(
+            _WHERE, "On GPU, compute so that drafts change no bits, at a price (packed runtime)", "--exact/--no-exact"
+        ),
+    ] = None,
     draft_quant: Annotated[
         Text, _option(_WHERE, "Weight-only quantisation of the draft: int8 or int4 (packed runtime)", "--draft-quant")
     ] = None,

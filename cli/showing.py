@@ -13,8 +13,10 @@ from .output import print_json, stderr, stdout
 
 @reports_errors
 def show(
-    run: Annotated[Path, typer.Argument(help="Run folder", show_default=False)],
-    format: Annotated[str, typer.Option("--format", "-f", help="table, md, csv, json or latex")] = "table",
+    run: Annotated[Path, typer.Argument(help="Run folder", show_default=False, readable=False)],
+    format: Annotated[
+        str, typer.Option("--format", "-f", help="table, md, csv, json, latex, or vllm (its bench's JSON)")
+    ] = "table",
     json: Annotated[bool, typer.Option("--json/--no-json", help="The same as --format json")] = False,
 ) -> None:
     """Print the table of a run folder. Example: specbench show runs/2026-01-31_120000-tiny-lookup"""
@@ -23,6 +25,11 @@ def show(
     from ..results.summary import summarise
 
     folder = RunFolder(run)
+    if format == "vllm":
+        from ..results import export
+
+        typer.echo(export.to_json(folder.manifest(), folder.samples()), nl=False)
+        return
     summary = summarise(folder.manifest(), folder.samples())
     if json or format == "json":
         tables.print_cautions(summary, stderr())

@@ -164,20 +164,31 @@ class RunFolder:
             return list(self._read())
 
     def _read(self) -> Iterator[Sample]:
+        for number, line in self.lines():
+            yield self.sample(number, line)
+
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """The whole lines of the samples with their numbers; blank ones and a torn last one are left out.
+
+        Raises RunFolderError where the file cannot be read.
+        """
         try:
             with self.samples_path.open("rb") as file:
                 for number, line in enumerate(file, start=1):
                     if not line.endswith(b"\n"):  # torn by a kill: only the last line can lack its end
                         return
-                    if not line.strip():
-                        continue
-                    try:
-                        yield _sample(line)
-                    except (ValueError, TypeError) as error:
-                        reason = str(error).replace("Sample.__init__() ", "")
-                        raise RunFolderError(f"{self.samples_path}, line {number}: not a sample: {reason}") from None
+                    if line.strip():
+                        yield number, line
         except OSError as error:
             raise RunFolderError(f"{self.samples_path}: cannot be read: {error}") from None
+
+    def sample(self, number: int, line: bytes) -> Sample:
+        """One line as a sample. Raises RunFolderError naming file and line for anything else."""
+        try:
+            return _sample(line)
+        except (ValueError, TypeError) as error:
+            reason = str(error).replace("Sample.__init__() ", "")
+            raise RunFolderError(f"{self.samples_path}, line {number}: not a sample: {reason}") from None
 
     def writer(self) -> SampleWriter:
         return SampleWriter(self.samples_path)

@@ -22,6 +22,7 @@ from ..errors import RunFolderError, UsageError
 from ..hardware import devices, environment
 from ..hardware.clock import Clock, drain_for
 from ..models.base import CachedModel
+from ..models.info import ModelInfo
 from ..models.load import load
 from ..strategies.base import Request, Row, Strategy
 from ..strategies.verify import Verifier
@@ -66,8 +67,22 @@ def validate(plan: Plan, listener: Listener | None = None) -> Prepared:
     return prepare(checked, listener or Listener())
 
 
+class Models:
+    """Where a run gets its models, and gives them back. A sweep keeps them for the next run."""
+
+    def load(self, info: ModelInfo, **how: Any) -> CachedModel:
+        return load(info, **how)
+
+    def release(self, model: CachedModel) -> None:
+        model.close()
+
+
 def run(
-    plan: Plan, listener: Listener | None = None, argv: Sequence[str] = (), clock: Clock | None = None
+    plan: Plan,
+    listener: Listener | None = None,
+    argv: Sequence[str] = (),
+    clock: Clock | None = None,
+    models: Models | None = None,
 ) -> RunResult:
     """Measures; see the module's docstring.
 
@@ -80,7 +95,7 @@ def run(
     listener = listener or Listener()
     prepared = validate(plan, listener)
     folder = run_folder(plan) or _new_folder(prepared)
-    return _Run(prepared, folder, listener, clock or Clock(), argv).run()
+    return _Run(prepared, folder, listener, clock or Clock(), argv, models or Models()).run()
 
 
 def run_folder(plan: Plan) -> RunFolder | None:
@@ -139,13 +154,20 @@ class _Run:
     """The state of one run while it is being measured."""
 
     def __init__(
-        self, prepared: Prepared, folder: RunFolder, listener: Listener, clock: Clock, argv: Sequence[str]
+        self,
+        prepared: Prepared,
+        folder: RunFolder,
+        listener: Listener,
+        clock: Clock,
+        argv: Sequence[str],
+        source: Models,
     ) -> None:
         self.prepared = prepared
         self.plan = prepared.plan
         self.folder = folder
         self.listener = listener
         self.clock = clock
+        self.source = source
         self.sampling = self.plan.sampling(prepared.eos)
         self.eos = frozenset() if self.plan.ignore_eos else frozenset(prepared.eos)
         self.arms: list[_Arm] = []
@@ -196,7 +218,7 @@ class _Run:
             for arm in self.arms:
                 arm.strategy.close()
             for model in self.models.values():
-                model.close()
+                self.source.release(model)
 
     def _anything_left(self) -> bool:
         expected = 0
@@ -237,7 +259,7 @@ class _Run:
         placement = self.prepared.checked.placement
         devices.apply(placement)
         for arm in self.prepared.checked.arms:
-            roles = [*arm.strategy.roles, *(r for r in arm.strategy.optional_roles if r in self.prepared.infos)]
+            roles = [*arm.strategy.roles, *(r for r in arm.strategy.optional_roles if self._at_hand(r, arm.engine))]
             loaded = {role: self._model(role, arm.engine) for role in roles}
             limit = min(model.max_rows for model in loaded.values())
             if self.plan.batch > limit:
@@ -254,6 +276,11 @@ class _Run:
             model.reserve(self.plan.batch, self.prepared.needed_tokens)
         self.folder.write_manifest(self.manifest)
 
+    def _at_hand(self, role: str, engine: str) -> bool:
+        """Whether there is a model for a role that a strategy can do without; a peer cannot take a quantised one."""
+        info = self.prepared.infos.get(role)
+        return info is not None and (engine == "specbench" or not info.spec.quant)
+
     def _model(self, role: str, engine: str) -> CachedModel:
         """The model of a role; a peer's engine takes the transformers runtime whatever ours uses."""
         if engine == "transformers":
@@ -263,13 +290,14 @@ class _Run:
         if (role, engine) not in self.models:
             info, start = self.prepared.infos[role], self.clock.now()
             self.listener.stage(f"loading {role} {info.name}" + (" for transformers" if engine != "specbench" else ""))
-            self.models[role, engine] = load(
+            self.models[role, engine] = self.source.load(
                 info,
                 device=self.prepared.checked.placement.of(role).torch_name,
                 dtype=self.prepared.dtype,
                 runtime="transformers" if engine == "transformers" else self.plan.runtime,
                 vocab_size=self.prepared.vocab_size,
-                quant=self.plan.draft_quant if role == "draft" else None,
+                quant=info.spec.quant or (self.plan.target_quant if role == "target" else self.plan.draft_quant),
+                exact=self.plan.exact and engine == "specbench",
             )
             self.manifest["load_ns"].append([role, engine, self.clock.now() - start])
         return self.models[role, engine]

@@ -1,0 +1,130 @@
+"""`specbench sweep`: a grid of runs."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from . import running
+from .errors import INTERRUPTED, reports_errors
+from .output import print_json, stderr, stdout
+
+SWEEP_HELP = """Run every combination of a grid, each as a run of its own, and name the best setting per task.
+
+Takes the options of run. Resumable: done cells are skipped. One that fails does not stop the others.
+
+Example: specbench sweep -s speculative -t org/big -d org/small --grid draft-length=2,4,8 --grid dtype=float32,bfloat16
+"""
+
+_GRID = typer.Option(
+    "--grid",
+    "-g",
+    help="What varies: key=a,b,c with any setting of run, or name.key=a,b for an option; may be repeated. "
+    "Also as lists under sweep: in --config",
+    rich_help_panel="What to measure",
+    show_default=False,
+)
+
+
+def _sweep(grid: list[str] | None = None, **given: Any) -> None:
+    from ..results import best, sweep
+    from ..results.comparison import print_comparison
+    from ..results.tables import print_cautions
+    from .progress import listener_for
+
+    plan, axes = _plan(given, grid or [])
+    out, resume = plan.out or sweep.new_folder(), plan.resume
+    if given["dry_run"]:
+        _say_what_would_run(sweep.prepare(plan, axes, out, resume), given["json"])
+        return
+    result = sweep.sweep(plan, axes, out, listener_for(given["quiet"]), sys.argv[1:], resume)
+    summary, found = best.findings(result)
+    console = stderr()
+    if given["json"]:
+        if summary:
+            print_cautions(summary, console)
+        print_json(best.to_dict(result, summary, found))
+    elif summary:
+        print_comparison(summary, stdout())
+        stdout().print()
+        for one in found:
+            stdout().print(one.text, soft_wrap=True, markup=False)
+    if not given["quiet"]:
+        console.print(f"sweep folder: {result.out}", soft_wrap=True, markup=False)
+    for reason in result.failures:
+        console.print(f"failed: {reason}", soft_wrap=True, markup=False)
+    if result.interrupted:
+        raise typer.Exit(INTERRUPTED)
+    if result.failures or summary is None:
+        raise typer.Exit(1)
+
+
+def _plan(given: dict[str, Any], grid: list[str]) -> tuple[Any, dict[str, Any]]:
+    """The plan that all cells share, and the grid: flags over the file, key by key."""
+    from ..errors import UsageError
+    from ..results.plan import parse_option, resolve
+    from ..results.sweep import parse_grid
+    from .presets import preset
+
+    where, settings = "command line", {}
+    if given["preset"]:
+        where, settings = f"preset {given['preset']}", dict(preset(given["preset"]))
+    axes: dict[str, Any] = {}
+    if given["config"] is not None:
+        where = str(given["config"])
+        file = {key.replace("-", "_"): value for key, value in running._read_yaml(given["config"]).items()}
+        axes = file.pop("sweep", None) or {}
+        if not isinstance(axes, dict):
+            raise UsageError(f"{where}: sweep: is a mapping of settings to lists, as in draft-length: [2, 4, 8]")
+        settings |= file
+    axes = {str(key).replace("_", "-"): value for key, value in axes.items()}
+    axes |= {key.replace("_", "-"): values for key, values in parse_grid(grid).items()}
+    flags = {name: value for name, value in given.items() if value not in (None, []) and name not in _HERE}
+    for name in ("strategy", "task"):
+        if name in flags:
+            flags[name] = tuple(part.strip() for text in flags[name] for part in text.split(",") if part.strip())
+    if "stop" in flags:
+        flags["stop"] = tuple(flags["stop"])
+    flags["options"] = {}
+    for name, key, value in map(parse_option, given["option"] or []):
+        flags["options"].setdefault(name, {})[key] = value
+    if given["all_prompts"]:
+        flags["limit"] = None
+    return resolve(flags, settings, where), axes
+
+
+_HERE = {"option", "config", "preset", "all_prompts", "dry_run", "json", "quiet"}
+_NOT_HERE = {"overwrite"}
+
+
+def _say_what_would_run(cells: Any, json: bool) -> None:
+    if json:
+        print_json({"ok": True, "cells": [cell.record() for cell in cells]})
+        return
+    for cell in cells:
+        stdout().print(f"{cell.name}{' (done)' if cell.state == 'done' else ''}", soft_wrap=True, markup=False)
+    stdout().print(f"{len(cells)} cells; all checks passed; nothing was run")
+
+
+def _with_the_options_of_run() -> Any:
+    """`sweep` as the command line sees it: the options of run, read off its signature, and the grid."""
+    known = inspect.signature(running.run).parameters
+    hints = inspect.get_annotations(inspect.unwrap(running.run), eval_str=True)
+    options = {name: known[name].replace(annotation=hints[name]) for name in known if name not in _NOT_HERE}
+    grid = inspect.Parameter(
+        "grid", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=Annotated[list[str] | None, _GRID]
+    )
+    parameters = [grid, *options.values()]
+
+    def sweep(**given: Any) -> None:
+        _sweep(**given)
+
+    sweep.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    sweep.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return reports_errors(sweep)
+
+
+sweep = _with_the_options_of_run()
