@@ -423,7 +423,7 @@ def _split_of_call(rows: Sequence[Sample], forwards: dict[str, list[list[int]]])
     busy: list[tuple[int, int]] = []
     for role, passes in forwards.items():
         split.by_role_ns[role] = sum(end - start for start, end, *_ in passes)
-        prefills = 0 if role == "target" else _prompt_forwards(passes, sum(row.prompt_tokens for row in rows))
+        prefills = 0 if role == "target" else prompt_forwards(passes, sum(row.prompt_tokens for row in rows))
         for number, (start, end, *_) in enumerate(passes):
             if role == "target":
                 if start < first:  # a forward begun before the first token came is what made that token
@@ -443,7 +443,7 @@ def _split_of_call(rows: Sequence[Sample], forwards: dict[str, list[list[int]]])
     return split
 
 
-def _prompt_forwards(passes: Sequence[Sequence[int]], prompt_tokens: int) -> int:
+def prompt_forwards(passes: Sequence[Sequence[int]], prompt_tokens: int) -> int:
     """How many leading forwards read the prompt. A drafting forward feeds one or two tokens per row, a view that
     shares the target's cache (sparse KV) never reads the prompt."""
     seen = 0

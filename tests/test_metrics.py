@@ -210,9 +210,7 @@ def _traced() -> Sample:
         name: [[a * MS, b * MS, rows, new] for a, b, rows, new in passes]
         for name, passes in {"target": target, "draft": draft}.items()
     }
-    return dataclasses.replace(
-        sample(kind="trace"), token_ids=[1] * 5, steps=steps, e2e_ns=110 * MS, forwards=forwards
-    )
+    return dataclasses.replace(sample(kind="trace"), token_ids=[1] * 5, steps=steps, e2e_ns=110 * MS, forwards=forwards)
 
 
 def test_time_of_a_step_is_split_and_draft_prefill_stands_apart() -> None:

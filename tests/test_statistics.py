@@ -137,9 +137,10 @@ def test_identical_times_have_an_interval_of_exactly_one() -> None:
 def test_repeats_and_turns_do_not_narrow_the_interval() -> None:
     """Five copies of the same measurements hold no more information about other prompts."""
     base, other = _arms(run(12, noise=0.2))
-    copies = [dataclasses.replace(one, repeat=n) for n in range(5) for one in base], [
-        dataclasses.replace(one, repeat=n) for n in range(5) for one in other
-    ]
+    copies = (
+        [dataclasses.replace(one, repeat=n) for n in range(5) for one in base],
+        [dataclasses.replace(one, repeat=n) for n in range(5) for one in other],
+    )
     once = statistics.decode_speedup(statistics.pair(base, other).pairs)
     often = statistics.decode_speedup(statistics.pair(*copies).pairs)
     assert once is not None
