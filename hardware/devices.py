@@ -181,16 +181,20 @@ def apply(placement: Placement) -> None:
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    for device in placement.devices.values():
-        if device.kind == "cuda":
-            _check_gpu(torch, device)
 
 
-def _check_gpu(torch, device: Device) -> None:
+def check_gpus(placement: Placement) -> None:
+    """Raises PlacementError for a GPU that torch does not see. Imports torch, which `parse_placement` does not."""
+    wanted = [device for device in placement.devices.values() if device.kind == "cuda"]
+    if not wanted:
+        return
+    import torch
+
     count = torch.cuda.device_count()
-    if device.index >= count:
-        found = f"this machine shows torch {count} GPU(s)" if count else "torch sees no GPU here"
-        raise PlacementError(f"{device}: not there; {found}. See: specbench list devices")
+    for device in wanted:
+        if device.index >= count:
+            found = f"torch sees {count} GPU(s)" if count else "torch sees no GPU here"
+            raise PlacementError(f"{device}: not there; {found}. See: specbench list devices")
 
 
 def gpus() -> list[dict[str, str]]:

@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,9 @@ def load() -> float | None:
 
 
 def reset_peak_memory() -> None:
-    """Starts a new count of this process's peak resident memory, where the kernel lets us."""
+    """Starts a new count of this process's peak resident memory, where the kernel lets us, and of each GPU's."""
+    for index, cuda in _gpus_in_use():
+        cuda.reset_peak_memory_stats(index)
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
@@ -70,9 +73,18 @@ def peak_memory_bytes() -> int | None:
     """The most resident memory since the last reset (or the start), plus what CUDA had allocated; None if unknown."""
     try:
         status = Path("/proc/self/status").read_text()
-        return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
+        resident = int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
     except (OSError, StopIteration, ValueError):
         return None
+    return resident + sum(cuda.max_memory_allocated(index) for index, cuda in _gpus_in_use())
+
+
+def _gpus_in_use() -> list[tuple[int, Any]]:
+    """(index, torch.cuda) of every GPU, if this process has begun to use any."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return []
+    return [(index, torch.cuda) for index in range(torch.cuda.device_count())]
 
 
 def commit(folder: Path) -> str | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError, unknown
-from ..hardware.devices import Placement, parse_placement
+from ..hardware.devices import Placement, check_gpus, parse_placement
 from ..options import build
 from ..strategies import registry as strategies
 from ..strategies.base import Strategy
@@ -213,6 +213,7 @@ def check(plan: Plan) -> Checked:
         if name not in used:
             raise UsageError(f'--option {name}.…: "{name}" is not part of this run ({", ".join(sorted(used))})')
     placement = parse_placement(plan.place, plan.threads)
+    check_gpus(placement)
     checked = Checked(plan, arms, tuple((name, _task(plan, name)) for name in plan.task), placement)
     _check_roles(checked)
     for _, task in checked.tasks:

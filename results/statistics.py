@@ -337,8 +337,8 @@ class Caution:
 
     Attributes:
         code: for programs: `failed`, `few-prompts`, `one-repeat`, `spread`, `drift`, `drain`, `stall`, `length`,
-            `per-token`, `missing`, `interrupted`, `not-compared`, `different-tokens`, `state`, `first-step`, `threads`, `busy`,
-            `broken`.
+            `per-token`, `missing`, `interrupted`, `not-compared`, `different-tokens`, `state`, `first-step`,
+            `threads`, `busy`, `broken`.
         text: one sentence with the number in it.
         task, arm: what it is about; None for all.
         value: the number behind it.
@@ -385,7 +385,7 @@ def arm_cautions(task: str, arm: str, ok: Sequence[Sample], failed: Sequence[Sam
         found.append(Caution("stall", text, task, arm, stalled))
     early = sum(1 for sample in ok if sample.steps and sample.steps[0][metrics.KEPT] > 1)
     if early:
-        text = f"{task}, {arm}: several tokens came with the first step in {early} of {len(ok)} outputs; compare it end to end"
+        text = f"{task}, {arm}: {early} of {len(ok)} outputs began with several tokens at once; compare it end to end"
         found.append(Caution("first-step", text, task, arm, early))
     return found
 

@@ -286,6 +286,7 @@ def test_state_carried_over_between_prompts_is_found(tmp_path, monkeypatch):
         (dict(task=("bundeld",)), 'did you mean "bundled"'),
         (dict(place="target=cpu:97"), "core 97 is not there"),
         (dict(place="target=gpu"), "not a device"),
+        (dict(place="target=cuda:93"), "cuda:93: not there"),
         (dict(threads=4096), "cores that may be used"),
         (dict(strategy=("hf-assisted",), temperature=1.0), "temperature 0 only"),
         (dict(strategy=("hf-assisted",), batch=2), "at most 1 row"),
