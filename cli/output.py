@@ -23,7 +23,8 @@ def _console(stream: Any) -> Console:
     # A pipe has no width of its own: 80 would drop columns that whoever reads the pipe could have used.
     width = None if stream.isatty() or _columns_are_set() else 200
     tolerate(stream)
-    return Console(file=stream, width=width, highlight=False, soft_wrap=False)
+    # Paths and names may hold square brackets, which are no markup here.
+    return Console(file=stream, width=width, highlight=False, soft_wrap=False, markup=False)
 
 
 def _columns_are_set() -> bool:

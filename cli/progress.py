@@ -38,10 +38,10 @@ class _Lines(Listener):
 
     def note(self, text: str) -> None:
         if not self.quiet:
-            self.console.print(text, soft_wrap=True, markup=False)
+            self.console.print(text, soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        self.console.print(f"warning: {text}", soft_wrap=True, markup=False)
+        self.console.print(f"warning: {text}", soft_wrap=True)
 
     def begin(self, total: int, done: int) -> None:
         self.note(f"{total - done} samples to measure" + (f", {done} are there already" if done else ""))
@@ -72,10 +72,10 @@ class _Table(Listener):
             self.spinner.start()
 
     def note(self, text: str) -> None:
-        self.console.print(text, soft_wrap=True, markup=False)
+        self.console.print(text, soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        self.console.print(f"warning: {text}", style="yellow", soft_wrap=True, markup=False)
+        self.console.print(f"warning: {text}", style="yellow", soft_wrap=True)
 
     def begin(self, total: int, done: int) -> None:
         self.close()

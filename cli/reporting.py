@@ -35,6 +35,6 @@ def report(
     require_matplotlib()
     page, charts = reports.write(read_all(runs), out, plots, text)
     console = stderr()
-    console.print(f"report: {page} ({page.stat().st_size / 1e6:.2g} MB)", soft_wrap=True, markup=False)
+    console.print(f"report: {page} ({page.stat().st_size / 1e6:.2g} MB)", soft_wrap=True)
     if charts:
-        console.print(f"charts: {len(charts)} files in {plots}", soft_wrap=True, markup=False)
+        console.print(f"charts: {len(charts)} files in {plots}", soft_wrap=True)

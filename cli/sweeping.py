@@ -51,11 +51,11 @@ def _sweep(grid: list[str] | None = None, **given: Any) -> None:
         print_comparison(summary, stdout())
         stdout().print()
         for one in found:
-            stdout().print(one.text, soft_wrap=True, markup=False)
+            stdout().print(one.text, soft_wrap=True)
     if not given["quiet"]:
-        console.print(f"sweep folder: {result.out}", soft_wrap=True, markup=False)
+        console.print(f"sweep folder: {result.out}", soft_wrap=True)
     for reason in result.failures:
-        console.print(f"failed: {reason}", soft_wrap=True, markup=False)
+        console.print(f"failed: {reason}", soft_wrap=True)
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)
     if result.failures or summary is None:
@@ -105,7 +105,7 @@ def _say_what_would_run(cells: Any, json: bool) -> None:
         print_json({"ok": True, "cells": [cell.record() for cell in cells]})
         return
     for cell in cells:
-        stdout().print(f"{cell.name}{' (done)' if cell.state == 'done' else ''}", soft_wrap=True, markup=False)
+        stdout().print(f"{cell.name}{' (done)' if cell.state == 'done' else ''}", soft_wrap=True)
     stdout().print(f"{len(cells)} cells; all checks passed; nothing was run")
 
 

@@ -6,6 +6,8 @@ nothing is ever oversubscribed unseen.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import os
 import re
@@ -130,11 +132,12 @@ def parse_placement(text: str, threads: int | None = None) -> Placement:
     return Placement(devices, threads)
 
 
-def available_cores() -> list[int]:
-    """The cores that this process may use."""
+@functools.cache
+def available_cores() -> tuple[int, ...]:
+    """The cores that this process might use when it was first asked, before it bound itself to some of them."""
     if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
 
 
 def cgroup_cpu_limit(root: Path = Path("/sys/fs/cgroup")) -> float | None:
@@ -174,13 +177,20 @@ def apply(placement: Placement) -> None:
     import torch
 
     cpu = next((device for device in placement.devices.values() if device.kind == "cpu"), None)
-    if cpu is not None and cpu.cores and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cpu.cores)
+    if cpu is not None and hasattr(os, "sched_setaffinity"):
+        for thread in _threads():  # OpenMP's threads may be there already, and each has an affinity of its own
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(thread, cpu.cores or available_cores())
     torch.set_num_threads(placement.threads)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+def _threads() -> list[int]:
+    tasks = Path("/proc/self/task")
+    return [int(path.name) for path in tasks.iterdir()] if tasks.is_dir() else [0]
 
 
 def check_gpus(placement: Placement) -> None:

@@ -29,7 +29,7 @@ def environment() -> dict[str, Any]:
     return {
         "cpu": info.get("model name") or platform.processor() or platform.machine(),
         "architecture": platform.machine(),
-        "cores": cores,
+        "cores": list(cores),
         "physical_cores": physical_cores(cores),
         "cgroup_cpu_limit": cgroup_cpu_limit(),
         "cpu_flags": [flag for flag in _FLAGS if flag in words],

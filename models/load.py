@@ -98,6 +98,27 @@ def check_pair(target: ModelInfo, draft: ModelInfo, needed_tokens: int) -> int:
     return common
 
 
+def check_runtime(
+    info: ModelInfo, device: str, dtype: str, runtime: str, quant: str | None = None, exact: bool = False
+) -> bool:
+    """Whether the model will run packed; needs no weights.
+
+    Raises:
+        ModelError: something was asked for that only the packed runtime has, and it cannot have this model.
+    """
+    for asked in filter(None, (quant, "--exact" if exact else None)):
+        if runtime == "transformers":
+            raise ModelError(f"{info.role} {info.name}: {asked} needs the packed runtime, not transformers")
+    from . import packed
+
+    refusal = packed.supports(info.config, device, dtype)
+    if refusal and (runtime == "packed" or quant or exact):
+        raise ModelError(f"{info.role} {info.name}: the packed runtime does not support this model: {refusal}")
+    if quant and not device.startswith("cpu"):
+        raise ModelError(f"{info.role} {info.name}: {quant} is made for CPU only; place that role on cpu")
+    return not refusal and runtime != "transformers"
+
+
 def load(
     info: ModelInfo,
     device: str = "cpu",
@@ -121,15 +142,9 @@ def load(
     if runtime not in RUNTIMES:
         raise ModelError(unknown("runtime", runtime, RUNTIMES))
     check_cache(info)
-    for asked in filter(None, (quant, "--exact" if exact else None)):
-        if runtime == "transformers":
-            raise ModelError(f"{info.role} {info.name}: {asked} needs the packed runtime, not transformers")
-    from . import packed
+    if check_runtime(info, device, dtype, runtime, quant, exact):
+        from . import packed
 
-    refusal = packed.supports(info.config, device, dtype)
-    if refusal and (runtime == "packed" or quant or exact):
-        raise ModelError(f"{info.role} {info.name}: the packed runtime does not support this model: {refusal}")
-    if not refusal and runtime != "transformers":
         return packed.PackedModel.from_transformers(
             load_transformers(info, "cpu", dtype),  # it moves the weights itself, layer by layer
             name=info.name,

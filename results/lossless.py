@@ -25,13 +25,13 @@ class Divergence:
 
     Attributes:
         index: of the first token that differs, counted from the first generated one.
-        top_gap: the best value minus the second best, the target's own uncertainty.
+        top_gap: the best value minus the second best, the target's own uncertainty; None where only one is left.
         gap: the best value minus the smaller of the two tokens' values.
         tolerance: what counts as a tie at this place.
     """
 
     index: int
-    top_gap: float
+    top_gap: float | None
     gap: float
     tolerance: float
 

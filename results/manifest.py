@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..errors import RunFolderError
 from ..hardware import environment
 from ..models.base import CachedModel
 from ..strategies.base import Strategy
 from .plan import BASELINE, to_json
 from .prepare import Prepared
+from .records import dumps
 
 # Settings that change a number; `compare` refuses to mix runs that differ in one of them.
 _SETTINGS = (
@@ -77,6 +80,41 @@ def new_manifest(prepared: Prepared, argv: Sequence[str]) -> dict[str, Any]:
         "lossless_reference": None,
         "notes": [],
     }
+
+
+def check_same_work(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> None:
+    """Raises RunFolderError where a run to resume read other prompts or other models than it would now."""
+    new = json.loads(dumps(new))
+    for what in ("vocab_size", "eos"):
+        if old.get(what) != new[what]:
+            raise RunFolderError(f"{path}: {what} was {old.get(what)} and is {new[what]} now; start a new run")
+    for role, model in new["models"].items():
+        before = (old.get("models") or {}).get(role) or {}
+        if before.get("fingerprint") != model["fingerprint"]:
+            raise RunFolderError(f"{path}: the {role} is not the one that was measured ({model['spec']} has changed)")
+    hashes = {(prompt["task"], prompt["id"]): prompt["hash"] for prompt in old.get("prompts") or []}
+    for prompt in new["prompts"]:
+        if hashes.get((prompt["task"], prompt["id"])) != prompt["hash"]:
+            raise RunFolderError(f"{path}: {prompt['task']} {prompt['id']} is not the prompt that was measured")
+    if (old.get("settings") or {}).get("dtype") != new["settings"]["dtype"]:
+        raise RunFolderError(f"{path}: was measured in {old['settings'].get('dtype')}; start a new run")
+
+
+def different_environment(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """What differs in hardware and software between two sessions of one run, in words; empty if nothing does."""
+    before, after = old.get("environment") or {}, json.loads(dumps(new["environment"]))
+    parts = [
+        f"{key}: {before.get(key)}, then {after[key]}"
+        for key in ("cpu", "cores", "gpus")
+        if before.get(key) != after[key]
+    ]
+    packages = before.get("packages") or {}
+    parts += [
+        f"{name} {packages.get(name)}, then {version}"
+        for name, version in after["packages"].items()
+        if packages.get(name) != version
+    ]
+    return "; ".join(parts)
 
 
 def describe_arm(

@@ -214,11 +214,25 @@ def check(plan: Plan) -> Checked:
             raise UsageError(f'--option {name}.…: "{name}" is not part of this run ({", ".join(sorted(used))})')
     placement = parse_placement(plan.place, plan.threads)
     check_gpus(placement)
+    if plan.exact and placement.of("target").kind == "cpu" and plan.dtype != "bfloat16":
+        raise UsageError("--exact: bits are kept in bfloat16 on CPU, without it; in float32 tokens are, but not bits")
+    if plan.require_lossless:
+        _check_comparable(plan, arms)
     checked = Checked(plan, arms, tuple((name, _task(plan, name)) for name in plan.task), placement)
     _check_roles(checked)
     for _, task in checked.tasks:
         task.check()
     return checked
+
+
+def _check_comparable(plan: Plan, arms: tuple[Arm, ...]) -> None:
+    sampling = plan.sampling()
+    if not sampling.greedy and sampling.verify != "coupled":
+        raise UsageError(
+            f"--require-lossless: tokens cannot be compared under --verify {plan.verify} at this temperature"
+        )
+    if len(arms) < 2:
+        raise UsageError(f"--require-lossless: {arms[0].name} alone has nothing to be compared with")
 
 
 def _arms(plan: Plan) -> list[Arm]:

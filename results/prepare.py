@@ -10,14 +10,16 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import MeasurementError
+from ..errors import MeasurementError, UsageError
 from ..models.info import ModelInfo, describe
-from ..models.load import check_cache, check_pair
+from ..models.load import check_cache, check_pair, check_runtime
 from ..models.specs import ModelSpec, parse
 from ..models.tokenizer import TextCodec
 from ..tasks.base import Prompt
 from .listener import Listener
 from .plan import Checked, Plan
+
+_TURN_TOKENS = 32  # what a chat template may put around one more question and its answer
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,19 @@ class Prepared:
 
     @property
     def needed_tokens(self) -> int:
-        """The longest row that will be asked for, prompt and answer."""
-        return max((len(t.ids) + t.max_new_tokens for t in self.first_turns if t.error is None), default=0)
+        """The longest row that will be asked for, prompt and answer; for a conversation with all its turns, whose
+        answers are not known yet, the most it can come to."""
+        longest = max((self._tokens_of(turn) for turn in self.first_turns if turn.error is None), default=0)
+        return min(longest, self.infos["target"].context_length)
+
+    def _tokens_of(self, first: Turn) -> int:
+        later = first.prompt.turns[1:]
+        asked = sum(len(self.codec.encode(said)) + _TURN_TOKENS for said in later)
+        return len(first.ids) + asked + first.max_new_tokens * (1 + len(later))
+
+    def quant(self, role: str) -> str | None:
+        """The weight-only quantisation that a role runs in."""
+        return self.infos[role].spec.quant or (self.plan.target_quant if role == "target" else self.plan.draft_quant)
 
     def turn(self, task: str, prompt: Prompt, answers: Sequence[str] = ()) -> Turn:
         """Renders the turn that follows the given answers."""
@@ -129,6 +142,11 @@ def prepare(checked: Checked, listener: Listener) -> Prepared:
     prepared = Prepared(checked, infos, codec, vocab_size, prompts, turns, _dtype(plan, checked))
     if "draft" in infos:
         prepared.vocab_size = check_pair(target, infos["draft"], prepared.needed_tokens)
+    for role, info in infos.items():
+        device = checked.placement.of(role).torch_name
+        check_runtime(info, device, prepared.dtype, plan.runtime, prepared.quant(role), plan.exact)
+    if outside := [token for token in plan.suppress_tokens if not 0 <= token < prepared.vocab_size]:
+        raise UsageError(f"--suppress-tokens {outside[0]}: the vocabulary goes from 0 to {prepared.vocab_size - 1}")
     return prepared
 
 

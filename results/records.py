@@ -32,6 +32,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None
+
 from ..errors import RunFolderError
 
 SCHEMA = 1
@@ -129,8 +134,9 @@ class RunFolder:
         return self.manifest_path.exists() or self.samples_path.exists()
 
     def write_manifest(self, manifest: dict[str, Any]) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.manifest_path, dumps({"schema": SCHEMA, **manifest}, indent=2) + "\n")
+        with _writing(self.manifest_path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.manifest_path, dumps({"schema": SCHEMA, **manifest}, indent=2) + "\n")
 
     def manifest(self) -> dict[str, Any]:
         """Raises RunFolderError with one clear line for anything that is not a run of a known schema."""
@@ -190,6 +196,15 @@ class RunFolder:
             reason = str(error).replace("Sample.__init__() ", "")
             raise RunFolderError(f"{self.samples_path}, line {number}: not a sample: {reason}") from None
 
+    def rewrite(self, samples: Iterable[Sample]) -> None:
+        """Replaces all samples in one step."""
+        write_atomically(self.samples_path, "".join(line_of(sample) for sample in samples))
+
+    def clear(self, exports: Iterable[str]) -> None:
+        """Deletes what a run writes, and nothing else."""
+        for name in (SAMPLES, MANIFEST, *exports):
+            (self.path / name).unlink(missing_ok=True)
+
     def writer(self) -> SampleWriter:
         return SampleWriter(self.samples_path)
 
@@ -213,23 +228,46 @@ class SampleWriter:
     """Appends samples; each is on the disk when `append` returns. Cuts a torn last line off first."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            whole = path.read_bytes().rfind(b"\n") + 1
-            os.truncate(path, whole)
-        self._file = path.open("a", encoding="utf-8", errors=_SURROGATES, newline="\n")
+        self._path = path
+        with _writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8", errors=_SURROGATES, newline="\n")
+            self._lock()
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
     def append(self, samples: Iterable[Sample]) -> None:
-        lines = []
-        for sample in samples:
-            fields = {key: value for key, value in asdict(sample).items() if value is not None or key in _NULLABLE}
-            lines.append(dumps(fields) + "\n")
-        self._file.write("".join(lines))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Raises RunFolderError where the disk takes no more."""
+        with _writing(self._path):
+            self._file.write("".join(line_of(sample) for sample in samples))
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
+
+    def _lock(self) -> None:
+        """One run at a time writes here, where the system has locks; they end with the process, however it ends."""
+        if fcntl is None:
+            return
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise RunFolderError(f"{self._path.parent}: another run is writing there; name another --out") from None
+
+
+def line_of(sample: Sample) -> str:
+    """A sample as one line of JSON. Fields that are null and may be absent are left out."""
+    fields = {key: value for key, value in asdict(sample).items() if value is not None or key in _NULLABLE}
+    return dumps(fields) + "\n"
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunFolderError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 _NULLABLE = ("finish", "ttft_ns", "e2e_ns", "drain_ns", "error")

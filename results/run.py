@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import datetime
 import gc
+import json
+import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,13 +32,13 @@ from ..strategies.verify import Verifier
 from ..tasks import warmup
 from . import lossless
 from .listener import Listener
-from .manifest import describe_arm, new_manifest, now
+from .manifest import check_same_work, describe_arm, different_environment, new_manifest, now
 from .measure import Ending, Outcome, measure
 from .plan import BASELINE, Plan, check, to_json
 from .prepare import Prepared, Turn, prepare
-from .records import SAMPLES, RunFolder, Sample
+from .records import SAMPLES, RunFolder, Sample, SampleWriter
 from .summary import Summary, summarise
-from .tables import write_exports
+from .tables import EXPORTS, write_exports
 
 WARMUP_TOKENS = 16
 
@@ -125,14 +128,15 @@ def _check_folder(folder: RunFolder, plan: Plan) -> None:
         raise RunFolderError(f"{folder.path}: holds other files; name a new or empty folder with --out")
     elif folder.path.exists() and not folder.path.is_dir():
         raise RunFolderError(f"{folder.path}: is a file; name a folder with --out")
+    there = next(path for path in (folder.path, *folder.path.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise RunFolderError(f"{folder.path}: cannot be written, since {there} is not a folder one may write to")
 
 
 _MAY_DIFFER = {"out", "resume", "overwrite", "trace", "require_lossless"}
 
 
 def _check_same(old: dict[str, Any], new: dict[str, Any], path: Path) -> None:
-    import json
-
     new = json.loads(json.dumps(new))
     differing = [key for key in new if key not in _MAY_DIFFER and old.get(key) != new[key]]
     if differing:
@@ -172,10 +176,12 @@ class _Run:
         self.eos = frozenset() if self.plan.ignore_eos else frozenset(prepared.eos)
         self.arms: list[_Arm] = []
         self.models: dict[tuple[str, str], CachedModel] = {}
-        self.turns: dict[str, Turn] = {}  # by hash, for the lossless report
         self.group = 0  # number of the next call
         self.rounds = 0  # how many prompts, turns and repeats all arms went through: whose turn it is to go first
         self.manifest = new_manifest(prepared, argv)
+        self.old: dict[str, Any] = {}  # the manifest of a run to resume
+        self.done: dict[tuple, Sample] = {}
+        self.writer: SampleWriter | None = None
         names = [arm.name for arm in prepared.checked.arms]
         self.baseline = BASELINE if BASELINE in names else None
         self.reference = self.baseline or names[0]
@@ -185,65 +191,104 @@ class _Run:
     # The whole
 
     def run(self) -> RunResult:
-        if self.plan.overwrite and self.folder.exists():
-            for path in (self.folder.samples_path, self.folder.manifest_path):
-                path.unlink(missing_ok=True)
-        old = self.folder.samples() if self.plan.resume else []
-        if self.plan.resume:
-            self.manifest["resumed"] = [*self.folder.manifest().get("resumed", []), now()]
-        self.done = {sample.key: sample for sample in old}
-        self.group = 1 + max((sample.group for sample in old), default=-1)
-        self.folder.write_manifest(self.manifest)
+        self.done = self._resume() if self.plan.resume else {}
+        self.group = 1 + max((sample.group for sample in self.done.values()), default=-1)
         interrupted = False
-        writer = self.folder.writer()
-        self.write = writer.append
         try:
             try:
-                if self._anything_left():
-                    self._load()
+                if not self._is_complete():
+                    self._load()  # what can still be refused is refused here, before anything is written
+                    self._begin_folder()
                     self._warm_up()
                     self._measure_all()
                     self._check_first_again()
                     self._trace()
             except KeyboardInterrupt:
-                interrupted = True
                 self.listener.end()
+                if not self.done:
+                    raise  # there is nothing to summarise
+                interrupted = True
                 self.listener.note("interrupted; summarising what was measured (Ctrl-C again to leave at once)")
             else:
                 self.listener.end()
             return self._finish(interrupted)
         finally:
             gc.unfreeze()
-            writer.close()
+            if self.writer is not None:
+                self.writer.close()
             for arm in self.arms:
                 arm.strategy.close()
             for model in self.models.values():
                 self.source.release(model)
 
-    def _anything_left(self) -> bool:
-        expected = 0
-        for task, prompt in self.prepared.prompts:
-            for arm in self.prepared.checked.arms:
-                for turn in range(len(prompt.turns)):
-                    for repeat in range(self.plan.repeats):
-                        expected += (arm.name, task, prompt.id, turn, repeat, "measure") not in self.done
-        self.left = expected
-        return expected > 0
+    def _resume(self) -> dict[tuple, Sample]:
+        """What is there already and counts. Refuses if it was measured on other prompts or models; failed samples are
+        dropped from the folder, to be measured again."""
+        old = self.folder.manifest()
+        check_same_work(old, self.manifest, self.folder.path)
+        if differing := different_environment(old, self.manifest):
+            self.listener.warn(f"resumed in another environment ({differing}); speeds from before and after may differ")
+            self.manifest["notes"].append(f"resumed in another environment: {differing}")
+        samples = self.folder.samples()
+        kept = [sample for sample in samples if sample.ok]
+        if len(kept) < len(samples):
+            self.folder.rewrite(kept)
+        self.old = old
+        self.manifest |= {key: old[key] for key in ("started", "argv") if key in old}
+        for key in ("load_ns", "warmup", "notes"):
+            self.manifest[key] = [*old.get(key, []), *self.manifest[key]]
+        self.manifest["peak_memory_bytes"] = dict(old.get("peak_memory_bytes") or {})
+        self.manifest["resumed"] = [*old.get("resumed", []), now()]
+        return {sample.key: sample for sample in kept}
+
+    def _is_complete(self) -> bool:
+        """Whether the folder to resume holds a whole run: nothing to measure, check, trace or compare."""
+        if not self.old.get("finished") or self.old.get("interrupted") or self._left():
+            return False
+        self.manifest = {
+            **self.old,
+            "resumed": self.manifest["resumed"],
+            "settings": {**self.old["settings"], "require_lossless": self.plan.require_lossless},
+        }
+        return True
+
+    def _left(self) -> int:
+        """How many measured samples are missing. Turns whose question is never asked, since the answer before them
+        failed, are among them."""
+        return sum(
+            (arm.name, task, prompt.id, turn, repeat, "measure") not in self.done
+            for task, prompt in self.prepared.prompts
+            for arm in self.prepared.checked.arms
+            for turn in range(len(prompt.turns))
+            for repeat in range(self.plan.repeats)
+        )
+
+    def _begin_folder(self) -> None:
+        while self.plan.out is None:  # claimed in one step: another run may have begun in the same second
+            try:
+                self.folder.path.mkdir(parents=True)
+                break
+            except FileExistsError:
+                self.folder = _new_folder(self.prepared)
+        if self.plan.overwrite:
+            self.folder.clear(EXPORTS)
+        self.folder.write_manifest(self.manifest)
+        self.writer = self.folder.writer()
 
     def _finish(self, interrupted: bool) -> RunResult:
         samples = self.folder.samples()
-        if self.arms and self._comparable():
-            self.listener.stage("comparing outputs")
-            names = [arm.name for arm in self.arms if arm.strategy.lossless]
-            found = lossless.report(samples, self.reference, names, self._judge)
-            self.manifest["lossless"], self.manifest["lossless_reference"] = found, self.reference
-        elif self.plan.resume and not self.arms:
-            self.manifest |= {
-                key: value for key, value in self.folder.manifest().items() if key not in ("resumed", "plan")
-            }
-        for arm in self.arms:
-            self.manifest["peak_memory_bytes"][arm.name] = arm.peak_bytes
-        self.manifest |= {"interrupted": interrupted, "finished": now(), "load_at_end": environment.load()}
+        if self.arms:
+            if self._comparable():
+                self.listener.stage("comparing outputs")
+                names = [arm.name for arm in self.arms if arm.strategy.lossless]
+                self.turns = self._turns_by_hash()
+                known = [sample for sample in samples if sample.prompt_hash in self.turns]
+                found = lossless.report(known, self.reference, names, self._judge)
+                self.manifest["lossless"], self.manifest["lossless_reference"] = found, self.reference
+            peaks = self.manifest["peak_memory_bytes"]
+            for arm in self.arms:
+                peaks[arm.name] = max(peaks.get(arm.name) or 0, arm.peak_bytes or 0) or None
+            self.manifest |= {"interrupted": interrupted, "finished": now(), "load_at_end": environment.load()}
         self.folder.write_manifest(self.manifest)
         summary = summarise(self.manifest, samples)
         write_exports(summary, self.folder.path)
@@ -252,6 +297,19 @@ class _Run:
     def _comparable(self) -> bool:
         """Token by token: always when greedy, and under the coupled rule at any temperature."""
         return self.sampling.greedy or self.sampling.verify == "coupled"
+
+    def _turns_by_hash(self) -> dict[str, Turn]:
+        """Every turn that was asked, later ones rendered from the answers on record."""
+        turns = list(self.prepared.first_turns)
+        for task, prompt in self.prepared.prompts:
+            said: list[str] = []
+            for number in range(len(prompt.turns) - 1):
+                answer = self.done.get((self.reference, task, prompt.id, number, 0, "measure"))
+                if answer is None or not answer.ok:
+                    break
+                said.append(self.prepared.codec.decode(answer.token_ids, skip_special=True))
+                turns.append(self.prepared.turn(task, prompt, said))
+        return {turn.hash: turn for turn in turns}
 
     # Models
 
@@ -274,7 +332,6 @@ class _Run:
         self.manifest["settings"]["runtime"] = self.models["target", self.arms[0].engine].runtime
         for model in self.models.values():
             model.reserve(self.plan.batch, self.prepared.needed_tokens)
-        self.folder.write_manifest(self.manifest)
 
     def _at_hand(self, role: str, engine: str) -> bool:
         """Whether there is a model for a role that a strategy can do without; a peer cannot take a quantised one."""
@@ -296,7 +353,7 @@ class _Run:
                 dtype=self.prepared.dtype,
                 runtime="transformers" if engine == "transformers" else self.plan.runtime,
                 vocab_size=self.prepared.vocab_size,
-                quant=info.spec.quant or (self.plan.target_quant if role == "target" else self.plan.draft_quant),
+                quant=self.prepared.quant(role),
                 exact=self.plan.exact and engine == "specbench",
             )
             self.manifest["load_ns"].append([role, engine, self.clock.now() - start])
@@ -316,11 +373,15 @@ class _Run:
             for arm in self.arms:
                 for _ in range(self.plan.warmup):
                     requests = [Request(number, ids, WARMUP_TOKENS) for number in range(self.plan.batch)]
-                    outcomes = measure(arm.strategy, requests, self.sampling, Ending(), self.clock, self.drain)
+                    ending = Ending(self.eos)
+                    outcomes = measure(arm.strategy, requests, self.sampling, ending, self.clock, self.drain)
                     self.manifest["warmup"].append([task, arm.name, outcomes[0].e2e_ns])
+                    if outcomes[0].error:
+                        self.listener.warn(f"{arm.name}, warm-up: {outcomes[0].error}")
 
     def _measure_all(self) -> None:
-        self.listener.begin(self.left + len(self.done), len(self.done))
+        there = sum(sample.kind == "measure" for sample in self.done.values())
+        self.listener.begin(self._left() + there, there)
         self.listener.stage("measuring")
         for task in dict.fromkeys(task for task, _ in self.prepared.prompts):
             turns = [turn for turn in self.prepared.first_turns if turn.task == task]
@@ -331,8 +392,6 @@ class _Run:
         answers: list[list[str]] = [[] for _ in turns]
         number = 0
         while turns:
-            for turn in turns:
-                self.turns[turn.hash] = turn
             for repeat in range(self.plan.repeats):
                 first = self.rounds % len(self.arms)
                 self.rounds += 1
@@ -368,7 +427,8 @@ class _Run:
                 if kind == "trace":
                     samples[at].forwards = self._forwards(arm, outcome)
         fresh = [sample for sample in samples if sample.key not in self.done]
-        self.write(fresh)
+        assert self.writer is not None
+        self.writer.append(fresh)
         self.done |= {sample.key: sample for sample in fresh}
         self.group += 1
         for sample in fresh:
@@ -442,8 +502,14 @@ class _Run:
         tolerance = lossless.TOLERANCE.get(target.dtype, lossless.TOLERANCE["bfloat16"]) * float(logits.abs().max())
         if not self.sampling.greedy:
             tolerance /= self.sampling.temperature
-        gap = float(best[0] - min(values[token], values[other]))
-        return lossless.Divergence(index, float(best[0] - best[1]), min(gap, 1e30), tolerance)
+        distances = [float(best[0] - values[at]) for at in (token, other)]
+        # A token that top-k or top-p has dropped has no value; its distance from the border is what rounding may cross.
+        distances = [
+            distance if math.isfinite(distance) else Verifier(self.sampling).distance_to_border(logits, row, at)
+            for distance, at in zip(distances, (token, other), strict=True)
+        ]
+        top_gap = float(best[0] - best[1])
+        return lossless.Divergence(index, top_gap if math.isfinite(top_gap) else None, max(distances), tolerance)
 
 
 def _fill(sample: Sample, outcome: Outcome) -> None:

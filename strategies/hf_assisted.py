@@ -26,6 +26,7 @@ from .base import Request, Step, Strategy
 from .sampling import Sampling
 
 _METHODS = ("auto", "plain", "lookup", "draft")
+_SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,10 @@ class Options:
     def __post_init__(self) -> None:
         if self.method not in _METHODS:
             raise UsageError(f'hf-assisted.method="{self.method}": not one of {", ".join(_METHODS)}')
+        if self.schedule not in _SCHEDULES:
+            raise UsageError(f'hf-assisted.schedule="{self.schedule}": not one of {", ".join(_SCHEDULES)}')
+        if not 0 <= self.confidence < 1:
+            raise UsageError(f"hf-assisted.confidence={self.confidence}: a probability below 1; 0 switches it off")
         if self.draft_length < 1:
             raise UsageError(f"hf-assisted.draft-length={self.draft_length}: at least 1 token has to be drafted")
 

@@ -129,6 +129,17 @@ class Verifier:
         key = noise.position_key(self.sampling.seed, row.request.key, len(row.tokens), noise.TARGET)
         return scores + self._full_noise(key, scores)
 
+    def distance_to_border(self, logits: torch.Tensor, row: Row, token: int) -> float:
+        """How little would have to change for a token that top-k or top-p dropped to be kept: the smaller of its
+        distance in score from the last token kept, and (top-p) the mass kept beyond what was asked for. (vocab,)"""
+        logits = self._penalise(logits[None], row, ())
+        kept = torch.isfinite(self.sampling.scores(logits)[0])
+        plain = logits[0].float() / self.sampling.temperature
+        distance = float(plain[kept].min() - plain[token])
+        if self.sampling.top_p < 1:
+            distance = min(distance, float(plain.softmax(-1)[kept].sum()) - self.sampling.top_p)
+        return max(distance, 0.0)
+
     # Judging drafts
 
     def verify(self, rows: Sequence[Row], drafts: Sequence[Draft], logits: torch.Tensor) -> list[Verdict]:

@@ -12,7 +12,7 @@ from specbench.hardware.environment import environment, peak_memory_bytes
 
 @pytest.fixture(autouse=True)
 def eight_cores(monkeypatch):
-    monkeypatch.setattr(devices, "available_cores", lambda: list(range(8)))
+    monkeypatch.setattr(devices, "available_cores", lambda: tuple(range(8)))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from specbench.errors import MeasurementError, ModelError, RunFolderError, UsageError
+from specbench.errors import ModelError, RunFolderError, UsageError
 from specbench.results import run as runs
 from specbench.results.listener import Listener
 from specbench.results.manifest import redact
@@ -202,13 +202,140 @@ def test_ctrl_c_leaves_a_summary_of_what_there_is(tmp_path):
     assert runs.run(plan(tmp_path / "run", limit=4, resume=True)).interrupted is False
 
 
-def test_ctrl_c_before_the_first_sample_is_an_error_not_a_table(tmp_path):
+def test_ctrl_c_before_the_first_sample_is_an_interruption_not_a_table(tmp_path):
     class AtOnce(Listener):
         def begin(self, total, done):
             raise KeyboardInterrupt
 
-    with pytest.raises(MeasurementError, match="nothing measured"):
+    with pytest.raises(KeyboardInterrupt):
         runs.run(plan(tmp_path / "run"), AtOnce())
+    assert not list(tmp_path.glob("run/summary*"))
+
+
+def test_resuming_a_finished_run_keeps_all_that_it_knows(tmp_path):
+    """C2: the lossless report, the arms with their devices, the peaks, the warm-up."""
+    out = tmp_path / "run"
+    first = runs.run(plan(out, trace=1, warmup=1))
+    again = runs.run(plan(out, trace=1, warmup=1, resume=True, require_lossless=True))
+    for key in ("lossless", "arms", "peak_memory_bytes", "warmup", "started", "load_ns", "environment"):
+        assert again.manifest[key] == first.manifest[key], key
+    assert again.failures == []
+
+
+def test_resuming_after_a_kill_in_the_last_passes_finishes_them(tmp_path):
+    out = tmp_path / "run"
+
+    class InCheck(Listener):
+        def sample(self, samples):
+            if samples[0].kind == "check":
+                raise RuntimeError("killed")  # as abrupt as a kill: nothing is summarised
+
+    with pytest.raises(RuntimeError):
+        runs.run(plan(out, trace=1), InCheck())
+    assert RunFolder(out).manifest()["lossless"] is None
+    result = runs.run(plan(out, trace=1, resume=True))
+    assert result.manifest["lossless"]["bundled"]["lookup"]["exact"] == 3
+    assert Counter(sample.kind for sample in RunFolder(out).samples())["trace"] == 2
+    assert max(keys(out).values()) == 1
+
+
+def test_an_early_ctrl_c_after_resuming_still_compares_what_there_is(tmp_path, monkeypatch):
+    """A difference on record is judged although its prompt was not reached again."""
+    out, generate = tmp_path / "run", Lookup.generate
+    with monkeypatch.context() as patch:
+        patch.setattr(Lookup, "generate", lambda self, requests, sampling: _shifted(generate(self, requests, sampling)))
+        runs.run(plan(out, limit=4), Interrupting(after=4))
+
+    class AtOnce(Listener):
+        def begin(self, total, done):
+            raise KeyboardInterrupt
+
+    result = runs.run(plan(out, limit=4, resume=True), AtOnce())
+    assert result.interrupted
+    assert result.manifest["lossless"]["bundled"]["lookup"]["different"] > 0
+
+
+def _shifted(steps):
+    for step in steps:
+        yield type(step)(step.row, tuple((token + 1) % 250 for token in step.tokens), step.drafted, step.accepted)
+
+
+@pytest.mark.parametrize("how", [dict(temperature=0.6, top_p=0.9), dict(temperature=1.0, top_k=1)], ids=str)
+def test_a_difference_under_truncated_sampling_is_reported_in_valid_json(tmp_path, monkeypatch, how):
+    """Dropped tokens have no finite value; the report says null, and how far they are from the border."""
+    generate = Lookup.generate
+    monkeypatch.setattr(
+        Lookup, "generate", lambda self, requests, sampling: _shifted(generate(self, requests, sampling))
+    )
+    result = runs.run(plan(tmp_path / "run", **how))
+    found = result.manifest["lossless"]["bundled"]["lookup"]
+    assert found["different"] == found["compared"] > 0
+    json.loads((result.folder / "manifest.json").read_text(), parse_constant=pytest.fail)
+
+
+def test_resume_refuses_other_prompts_under_the_same_names(tmp_path):
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "run"
+    settings = dict(task=("jsonl",), options={"jsonl": {"path": str(file)}})
+    file.write_text(json.dumps({"id": "a", "prompt": "hello"}) + "\n")
+    runs.run(plan(out, **settings))
+    file.write_text(json.dumps({"id": "a", "prompt": "goodbye"}) + "\n")
+    with pytest.raises(RunFolderError, match="jsonl a is not the prompt that was measured"):
+        runs.run(plan(out, resume=True, **settings))
+
+
+def test_failed_samples_are_measured_again_on_resume(tmp_path, monkeypatch):
+    out, generate = tmp_path / "run", Lookup.generate
+
+    def broken(self, requests, sampling):
+        raise RuntimeError("out of memory")
+        yield
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Lookup, "generate", broken)
+        assert runs.run(plan(out)).summary.n_failed
+    assert Lookup.generate is generate
+    result = runs.run(plan(out, resume=True))
+    assert result.summary.n_failed == 0
+    assert max(keys(out).values()) == 1
+
+
+def test_overwrite_leaves_nothing_of_the_old_run_and_loses_nothing_when_refused(tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    runs.run(plan(out))
+    before = (out / "samples.jsonl").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "load", lambda *a, **k: (_ for _ in ()).throw(ModelError("no such weights")))
+        with pytest.raises(ModelError):
+            runs.run(plan(out, overwrite=True))
+        with pytest.raises(ModelError):
+            runs.run(plan(tmp_path / "new"))
+    assert (out / "samples.jsonl").read_bytes() == before
+    assert not (tmp_path / "new").exists()
+
+    class InWarmUp(Listener):
+        def stage(self, text):
+            if text == "warm-up":
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        runs.run(plan(out, overwrite=True), InWarmUp())
+    assert {path.name for path in out.iterdir()} == {"manifest.json", "samples.jsonl"}
+
+
+def test_two_runs_do_not_write_to_one_folder(tmp_path):
+    out = tmp_path / "run"
+    runs.run(plan(out), Interrupting(after=2))
+    writer = RunFolder(out).writer()
+    with pytest.raises(RunFolderError, match="another run is writing"):
+        runs.run(plan(out, resume=True))
+    writer.close()
+
+
+def test_a_conversation_is_reserved_with_all_its_turns(tmp_path):
+    prepared = runs.validate(plan(None, task=("bundled:chat",), limit=4, max_new_tokens=30))
+    result = runs.run(plan(tmp_path / "run", task=("bundled:chat",), limit=4, max_new_tokens=30))
+    longest = max(s.prompt_tokens + len(s.token_ids) for s in RunFolder(result.folder).samples() if s.turn == 1)
+    assert longest <= prepared.needed_tokens
 
 
 # Failures
@@ -296,6 +423,12 @@ def test_state_carried_over_between_prompts_is_found(tmp_path, monkeypatch):
         (dict(strategy=("speculative",), draft="self:int4", draft_quant="int8"), "leave --draft-quant out"),
         (dict(strategy=("speculative",), draft="self:int4", runtime="transformers"), "--runtime transformers out"),
         (dict(draft_quant="int4"), "there is no draft model"),
+        (dict(suppress_tokens=(999_999,)), "the vocabulary goes from 0 to"),
+        (dict(suppress_tokens=(-1,)), "--suppress-tokens -1"),
+        (dict(exact=True), "--exact: bits are kept in bfloat16"),
+        (dict(require_lossless=True, temperature=1.0, verify="rejection"), "cannot be compared"),
+        (dict(require_lossless=True, strategy=(), baseline=True), "nothing to be compared with"),
+        (dict(strategy=("hf-assisted",), options={"hf-assisted": {"schedule": "foo"}}), "heuristic"),
         (dict(exact=True, runtime="transformers"), "needs the packed runtime"),
         (dict(strategy=("lookup", "lookup")), "named twice"),
     ],
