@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
+from typing import Annotated, Any
 
 import typer
 
 from .. import __version__
 from . import comparing, lists, reporting, running, showing, sweeping
 from .errors import show_tracebacks
+from .output import tolerate
 
-app = typer.Typer(
+
+class _App(typer.Typer):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for stream in (sys.stdout, sys.stderr):
+            tolerate(stream)
+        return super().__call__(*args, **kwargs)
+
+
+app = _App(
     name="specbench",
     help="Run and benchmark decoding strategies for language models: one loop, one clock, one token counter, and "
     "proof that the output did not change.",

@@ -66,6 +66,8 @@ def compare(
     from ..results.runs import load
     from ..results.tables import print_cautions
 
+    if fail_below is not None and not 0 < fail_below < float("inf"):
+        raise UsageError(f"--fail-below {fail_below}: not a number above 0")
     if not runs and imported is None:
         raise UsageError("nothing to compare; name one or more run folders, as in: specbench compare runs/a runs/b")
     rows = answers.load(*imported) if imported else []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
+import errno
 import functools
 import os
 import sys
@@ -27,7 +29,9 @@ def reports_errors(command: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return command(*args, **kwargs)
+            result = command(*args, **kwargs)
+            sys.stdout.flush()  # a reader that has gone, or a full disk, is met here and not at shutdown
+            return result
         except SpecbenchError as error:
             if show_tracebacks.get():
                 raise
@@ -37,11 +41,23 @@ def reports_errors(command: Callable[P, T]) -> Callable[P, T]:
             typer.echo("interrupted", err=True)
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:
-            # The reader has gone (`specbench show run | head`). Python would complain once more while shutting down.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _drop_stdout()  # the reader has gone (`specbench show run | head`)
             raise typer.Exit(0) from None
+        except OSError as error:
+            if show_tracebacks.get():
+                raise
+            if error.errno == errno.ENOSPC:
+                _drop_stdout()
+            typer.echo(f"error: {error.filename or 'output'}: {error.strerror or error}", err=True)
+            raise typer.Exit(1) from None
 
     return run
+
+
+def _drop_stdout() -> None:
+    """Python flushes once more while shutting down, and would complain again."""
+    with contextlib.suppress(OSError, ValueError):  # io.UnsupportedOperation where stdout is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def one_line(text: str) -> str:

@@ -28,10 +28,13 @@ def report(
     """Write one self-contained page of charts and tables. Example: specbench report runs/NAME -o report.html"""
     # Before transformers is imported: nothing is looked up anywhere for a report.
     os.environ["HF_HUB_OFFLINE"] = "1"
+    from ..errors import UsageError
     from ..results import report as reports
     from ..results.plots import require_matplotlib
     from ..results.report_runs import read_all
 
+    if out.is_dir():
+        raise UsageError(f"-o {out}: is a folder; name a file, as in report.html")
     require_matplotlib()
     page, charts = reports.write(read_all(runs), out, plots, text)
     console = stderr()

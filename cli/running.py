@@ -118,17 +118,20 @@ def run(
             _WHERE, "packed (fast), transformers, or auto: packed where the model allows (default: auto)", "--runtime"
         ),
     ] = None,
+    draft_quant: Annotated[
+        Text, _option(_WHERE, "Weight-only quantisation of the draft: int8 or int4 (packed runtime)", "--draft-quant")
+    ] = None,
     target_quant: Annotated[
-        Text, _option(_WHERE, "The same for the target: another model, and all arms decode it", "--target-quant")
+        Text,
+        _option(
+            _WHERE, "Weight-only quantisation of the target: another model, which all arms decode", "--target-quant"
+        ),
     ] = None,
     exact: Annotated[
         Switch,
         _option(
             _WHERE, "On GPU, compute so that drafts change no bits, at a price (packed runtime)", "--exact/--no-exact"
         ),
-    ] = None,
-    draft_quant: Annotated[
-        Text, _option(_WHERE, "Weight-only quantisation of the draft: int8 or int4 (packed runtime)", "--draft-quant")
     ] = None,
     place: Annotated[
         Text, _option(_WHERE, "Roles to devices, as in target=cuda:0,draft=cpu:0-7 (default: target=cpu)", "--place")
@@ -157,9 +160,7 @@ def run(
     overwrite: Annotated[Switch, _option(_OUT, "Replace the run in --out", "--overwrite/--no-overwrite")] = None,
     require_lossless: Annotated[
         Switch,
-        _option(
-            _OUT, "Exit with 1 if a lossless strategy changed an output", "--require-lossless/--no-require-lossless"
-        ),
+        _option(_OUT, "Exit with 1 if a lossless strategy changed an output", "--require-lossless/--allow-changes"),
     ] = None,
     dry_run: Annotated[
         bool, _option(_OUT, "Check everything, say what would run, and stop", "--dry-run/--no-dry-run")
@@ -206,6 +207,8 @@ def _plan(
 
     settings: dict[str, Any] = dict(preset(preset_name)) if preset_name else {}
     where = f"preset {preset_name}" if preset_name else "command line"
+    if flags.get("resume") and "out" in flags:
+        settings |= _settings_of(flags["out"])
     if config is not None:
         settings |= {key.replace("-", "_"): value for key, value in _read_yaml(config).items()}
         where = str(config)
@@ -221,6 +224,15 @@ def _plan(
     if all_prompts:
         flags["limit"] = None
     return resolve({**flags, "options": by_name}, settings, where)
+
+
+def _settings_of(folder: Path) -> dict[str, Any]:
+    """The settings that a run folder was made with: what is not given again goes on as it was."""
+    from ..results.records import RunFolder
+
+    run = RunFolder(folder)
+    stored = run.manifest().get("plan") or {} if run.exists() else {}
+    return {key: value for key, value in stored.items() if key not in ("out", "resume", "overwrite")}
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -248,11 +260,12 @@ def _say_what_would_run(prepared: Any, json: bool) -> None:
         "strategies": [arm.name for arm in checked.arms],
         "models": {role: info.name for role, info in prepared.infos.items()},
         "dtype": prepared.dtype,
-        "runtime": plan.runtime,
+        "runtime": prepared.runtimes,
         "devices": {role: str(checked.placement.of(role)) for role in prepared.infos},
         "threads": checked.placement.threads,
         "vocabulary": prepared.vocab_size,
         "tasks": {name: sum(task == name for task, _ in prepared.prompts) for name, _ in checked.tasks},
+        "turns": {name: sum(len(p.turns) for task, p in prepared.prompts if task == name) for name, _ in checked.tasks},
         "longest_row_tokens": prepared.needed_tokens,
         "prompts_that_do_not_fit": [f"{t.task} {t.prompt.id}: {t.error}" for t in failing],
         "samples": sum(len(prompt.turns) for _, prompt in prepared.prompts) * len(checked.arms) * plan.repeats,

@@ -134,11 +134,11 @@ def _extra(comparison: Comparison) -> list[tuple[str, Column]]:
         )))  # fmt: skip
     if any(row.compared_with for row in rows):
         found.append(("decode speed-up", Column(
-            "verdict", ("verdict", comparison.metric), 2, _verdict_text, right=False,
+            "verdict", ("verdict", comparison.metric), 1, _verdict_text, right=False,
             meaning=f"verdict: on the {what}, where the interval and a paired sign-flip test agree",
         )))  # fmt: skip
     if several:
-        found.append(("verdict", Column("compared with", ("compared", "with"), 3, _compared_with, right=False)))
+        found.append(("verdict", Column("compared with", ("compared", "with"), 1, _compared_with, right=False)))
     if len({row.run for row in rows}) > 1 and not all(row.run in row.arm for row in rows):
         found.append(("devices", Column("run", ("run", ""), 4, _run, right=False)))
     if len({row.hardware for row in rows}) > 1:

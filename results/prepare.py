@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..errors import MeasurementError, UsageError
 from ..models.info import ModelInfo, describe
@@ -60,6 +60,7 @@ class Prepared:
     prompts: list[tuple[str, Prompt]]
     first_turns: list[Turn]
     dtype: str
+    runtimes: dict[str, str] = field(default_factory=dict)
 
     @property
     def plan(self) -> Plan:
@@ -144,7 +145,13 @@ def prepare(checked: Checked, listener: Listener) -> Prepared:
         prepared.vocab_size = check_pair(target, infos["draft"], prepared.needed_tokens)
     for role, info in infos.items():
         device = checked.placement.of(role).torch_name
-        check_runtime(info, device, prepared.dtype, plan.runtime, prepared.quant(role), plan.exact)
+        packed = check_runtime(info, device, prepared.dtype, plan.runtime, prepared.quant(role), plan.exact)
+        prepared.runtimes[role] = "packed" if packed else "transformers"
+    wanted = sum(turn.max_new_tokens < (plan.max_new_tokens or turn.prompt.max_new_tokens) for turn in turns)
+    if wanted:
+        listener.note(
+            f"{wanted} answer(s) may be shorter than asked: the target's context is {target.context_length} tokens"
+        )
     if outside := [token for token in plan.suppress_tokens if not 0 <= token < prepared.vocab_size]:
         raise UsageError(f"--suppress-tokens {outside[0]}: the vocabulary goes from 0 to {prepared.vocab_size - 1}")
     return prepared

@@ -165,6 +165,10 @@ def summarise(manifest: dict[str, Any], samples: Sequence[Sample]) -> Summary:
         cautions.append(Caution("one-repeat", "every prompt was measured once: how much repeats differ is not known"))
     if manifest.get("interrupted"):
         cautions.append(Caution("interrupted", "the run was interrupted; this is what was measured until then"))
+    twice = len(samples) - len({sample.key for sample in samples})
+    if twice:
+        text = f"{twice} records stand in the folder more than once; two runs must have written there, so trust none"
+        cautions.append(Caution("broken", text, value=twice))
     cautions += _check_cautions(samples)
     cautions += _thread_cautions(arms, manifest)
 
@@ -326,6 +330,8 @@ def _cause(row: Row, arm: dict[str, Any], split: TimeSplit | None, plain: TimeSp
         shares = ", ".join(f"{name} {(ns or 0) / plain_step:.2f}" for name, ns in parts.items())
         whole = split.decode_ns / split.steps / plain_step
         facts.append(f"a step takes {whole:.2f} times a plain one ({shares})")
+        if row.tokens_per_step is not None and row.tokens_per_step >= whole:
+            facts.insert(0, "the traced prompts do not show why")
     if split is not None and split.draft_share:
         facts.append(f"drafting took {statistics.percent(split.draft_share)} of the time")
     if row.tokens_per_step is not None:

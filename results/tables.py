@@ -260,6 +260,15 @@ COLUMNS = (
 )  # fmt: skip
 
 
+def _slower(row: Row) -> str:
+    """A row below 1.00x and why; called slower only where the statistics say so."""
+    assert row.decode_speedup is not None
+    value = digits(row.decode_speedup.value, "x")
+    if row.decode_speedup.verdict == "slower":
+        return f"{row.arm} is slower on {row.task} ({value}): {row.cause}"
+    return f"{row.arm} came to {value} on {row.task}, which is not enough to call it slower: {row.cause}"
+
+
 def build(summary: Summary) -> Table:
     """Chooses what this summary has something to say about: columns that would be empty everywhere are not there."""
     columns = tuple(column for column in COLUMNS if _has_something(column, summary))
@@ -269,11 +278,7 @@ def build(summary: Summary) -> Table:
         title = f"{task}, {_count(max(row.prompts for row in rows), 'prompt')}"
         title += "" if _counts_vary(summary) else f", {_count(rows[0].n_ok, 'sample')} per arm"
         groups.append(Group(title, rows, tuple(tuple(column.cell(row) for column in columns) for row in rows)))
-    causes = [
-        f"{row.arm} is slower on {row.task} ({digits(row.decode_speedup.value, 'x')}): {row.cause}"
-        for row in summary.rows
-        if row.cause and row.decode_speedup and (row.task != ALL_TASKS)
-    ]
+    causes = [_slower(row) for row in summary.rows if row.cause and row.decode_speedup and row.task != ALL_TASKS]
     return Table(
         title=tuple(summary.title),
         watermarks=tuple(summary.watermarks),
@@ -587,7 +592,7 @@ def render(summary: Summary, format: str) -> str:
         UsageError: another format.
     """
     if format not in RENDERERS:
-        raise UsageError(unknown("format", format, [*RENDERERS, "table"]))
+        raise UsageError(unknown("format", format, [*RENDERERS, "table", "vllm"]))
     return RENDERERS[format](summary)
 
 

@@ -63,6 +63,8 @@ def test_dry_run_and_validate_check_and_run_nothing(tmp_path):
         facts = json.loads(done.stdout)
         assert facts["strategies"] == ["autoregressive", "lookup"]
         assert facts["tasks"] == {"bundled": 2}
+        assert facts["turns"] == {"bundled": 3}
+        assert facts["runtime"] == {"target": "packed"}
         assert not (tmp_path / "run").exists()
 
 
@@ -188,7 +190,8 @@ def test_show_in_every_format(folder, format):
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])
 def test_poor_encodings_do_not_break_a_table(folder, encoding):
     """C12."""
-    for words in (["show", str(folder)], ["show", str(folder), "--format", "md"], ["list", "strategies"], ["--help"]):
+    for words in (["show", str(folder)], ["show", str(folder), "--format", "md"], ["list", "strategies"], ["--help"],
+                  ["run", "--help"]):  # fmt: skip
         done = process(*words, PYTHONIOENCODING=encoding)
         assert done.returncode == 0, done.stderr
         done.stdout.decode(encoding)
@@ -208,6 +211,35 @@ def test_numbers_are_never_cut_at_any_width(folder, columns):
     row = next(r for r in json.loads(invoke("show", str(folder), "--json").stdout)["rows"] if r["arm"] == "lookup")
     assert numbers(text)
     assert digits(row["decode_speedup"]["value"], "x") in text
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no such device here")
+def test_a_full_disk_is_one_line(folder):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "specbench", "show", str(folder)], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert done.stderr == "error: output: No space left on device\n"
+
+
+def test_names_in_square_brackets_are_no_markup(tmp_path):
+    out = tmp_path / "a[b]c" / "z[" / "q]"
+    done = invoke(*RUN, "--out", str(out))
+    assert done.exit_code == 0, done.output
+    assert str(out) in done.stderr.replace("\n", "")
+
+
+def test_resume_needs_no_settings_again(folder, tmp_path):
+    """What is not given goes on as it was; what is given and differs is refused."""
+    import shutil
+
+    out = tmp_path / "run"
+    shutil.copytree(folder, out)
+    assert invoke("run", "--out", str(out), "--resume").exit_code == 0
+    refused = invoke("run", "--out", str(out), "--resume", "--max-new-tokens", "9")
+    assert refused.exit_code == 2
+    assert "max_new_tokens: 8 there, 9 now" in refused.stderr
 
 
 def test_a_reader_that_goes_away_is_no_error(folder):

@@ -46,5 +46,11 @@ def test_every_page_is_reached_from_the_readme_in_one_step():
 
 
 @checkout
+def test_nothing_is_left_to_be_filled_in():
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        assert not re.search(r"^(TABLE|TODO|TBD|FIXME)\b", page.read_text(encoding="utf-8"), re.M), page.name
+
+
+@checkout
 def test_changelog_knows_the_version():
     assert f"## {specbench.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
