@@ -232,7 +232,8 @@ def _check_comparable(plan: Plan, arms: tuple[Arm, ...]) -> None:
             f"--require-lossless: tokens cannot be compared under --verify {plan.verify} at this temperature"
         )
     if len(arms) < 2:
-        raise UsageError(f"--require-lossless: {arms[0].name} alone has nothing to be compared with")
+        names = ", ".join(arm.name for arm in arms)
+        raise UsageError(f"--require-lossless: {names} alone has nothing to be compared with")
 
 
 def _arms(plan: Plan) -> list[Arm]:
