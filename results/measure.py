@@ -73,6 +73,7 @@ class Outcome:
     drain_ns: int | None = None
     steps: list[list[int]] = field(default_factory=list)
     levels: list[list[list[int]]] = field(default_factory=list)
+    rejected: list[list[int]] = field(default_factory=list)
     error: str | None = None
 
     def take(self, step: Step, at_ns: int, ending: Ending, limit: int) -> bool:
@@ -88,6 +89,7 @@ class Outcome:
         if kept < len(step.tokens):  # cut inside the block: what lies behind the cut was never there
             drafted, accepted = min(drafted, kept), min(accepted, kept)
         self.steps.append([at_ns, kept, drafted, accepted, step.wasted])
+        self.rejected.append(list(step.rejected))
         if step.levels:
             self.levels.append([list(level) for level in step.levels])
         if self.ttft_ns is None:

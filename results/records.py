@@ -18,6 +18,7 @@ Schema 1, one sample (`docs/files.md` describes every field):
     steps       [[ns since start, tokens kept, drafted, accepted, wasted], ...]; the first is the prefill
     levels      per step [[drafted, accepted], ...] of a cascade's inner levels; absent where there are none
     forwards    trace only: {role: [[start ns, end ns, rows, new tokens], ...]}
+    rejected    trace only: per step, the ids of the draft tokens that the target looked at and did not take
     error       null, or one line; then no times and no ids
 """
 
@@ -70,6 +71,7 @@ class Sample:
     steps: list[list[int]] = field(default_factory=list)
     levels: list[list[list[int]]] | None = None
     forwards: dict[str, list[list[int]]] | None = None
+    rejected: list[list[int]] | None = None
     error: str | None = None
 
     @property

@@ -1,7 +1,7 @@
 """One prompt of a report, token by token: what was drafted and accepted, what the target chose, what it rejected.
 
-Records hold the ids of what was emitted, and of rejected draft tokens only how many there were. The ids become text
-where the target's tokenizer lies on this machine; nothing is fetched for that.
+Records hold the ids of what was emitted; traced ones also those of rejected draft tokens, of which the others hold how
+many there were. The ids become text where the target's tokenizer lies on this machine; nothing is fetched for that.
 """
 
 from __future__ import annotations
@@ -112,11 +112,15 @@ def visible(text: str) -> str:
     return "".join(out)
 
 
-def answer(sample: Sample, codec: Any, reports_drafts: bool = True) -> Answer:
+def answer(sample: Sample, codec: Any, reports_drafts: bool = True, rejected: Sequence[Sequence[int]] = ()) -> Answer:
     """The tokens of an answer by where they came from.
 
     Within a step the accepted draft tokens come first, then the target's own token: the correction after a rejection,
-    the bonus after a draft that was accepted whole. Rejected tokens are recorded as a count only.
+    the bonus after a draft that was accepted whole.
+
+    Args:
+        rejected: per step, the ids of the draft tokens that were not taken, from a traced pass over the same prompt;
+            without them there is only their number to show.
     """
     ids = sample.token_ids[:MOST_TOKENS]
     texts, left = iter(_texts(ids, codec)), len(ids)
@@ -129,7 +133,9 @@ def answer(sample: Sample, codec: Any, reports_drafts: bool = True) -> Answer:
         kinds = ["accepted"] * good + [own] * (kept - good)
         tokens = [Token(kind, visible(next(texts))) for kind in kinds[:left]]
         if number and drafted > accepted and kept > good:  # else the answer ended inside the draft: nobody rejected it
-            tokens.insert(good, Token("rejected", f"✗{drafted - accepted}"))
+            lost = rejected[number] if number < len(rejected) else ()
+            text = "".join(visible(text) for text in _texts(lost, codec)) if codec else " ".join(map(str, lost))
+            tokens.insert(good, Token("rejected", f"✗{text}" if lost else f"✗{drafted - accepted}"))
         if wasted:
             tokens.append(Token("wasted", f"~{wasted}"))
         what = f"step {number}: {drafted} drafted, {accepted} accepted" if number else "prefill"
@@ -139,6 +145,15 @@ def answer(sample: Sample, codec: Any, reports_drafts: bool = True) -> Answer:
     note += f", finish: {sample.finish}"
     note += f"; the first {MOST_TOKENS} are shown" if len(sample.token_ids) > MOST_TOKENS else ""
     return Answer(sample.arm, note, steps)
+
+
+def _rejected(samples: Sequence[Sample], measured: Sample) -> Sequence[Sequence[int]]:
+    """What was rejected at each step, from the traced pass that took the very same steps."""
+    for sample in samples:
+        same = (sample.arm, sample.task, sample.prompt_hash) == (measured.arm, measured.task, measured.prompt_hash)
+        if same and sample.rejected and [s[1:] for s in sample.steps] == [s[1:] for s in measured.steps]:
+            return sample.rejected
+    return ()
 
 
 def answers(run: Run, task: str, codec: Any) -> Prompt | None:
@@ -170,5 +185,5 @@ def answers(run: Run, task: str, codec: Any) -> Prompt | None:
     kind = f", {one.category}" if one.category else ""
     title = f"{task}, prompt {one.prompt_id}{kind}, {one.prompt_tokens} prompt tokens"
     reports = {arm["name"]: arm.get("reports_drafts", True) for arm in run.manifest.get("arms") or []}
-    shown = [answer(sample, codec, reports.get(sample.arm, True)) for sample in chosen]
+    shown = [answer(sample, codec, reports.get(sample.arm, True), _rejected(run.samples, sample)) for sample in chosen]
     return Prompt(title, shown, Grid(f"{run.prefix}steps-{run.slug(task)}", columns, rows))

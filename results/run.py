@@ -426,6 +426,7 @@ class _Run:
                 _fill(samples[at], outcome)
                 if kind == "trace":
                     samples[at].forwards = self._forwards(arm, outcome)
+                    samples[at].rejected = outcome.rejected if any(outcome.rejected) else None
         fresh = [sample for sample in samples if sample.key not in self.done]
         assert self.writer is not None
         self.writer.append(fresh)

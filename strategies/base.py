@@ -51,6 +51,7 @@ class Step:
         accepted: how many of them it took, a prefix; `tokens` begins with them.
         levels: (drafted, accepted) per inner level of a cascade, from the one below the target downwards.
         wasted: draft tokens thrown away without having been looked at (asynchronous strategies).
+        rejected: the draft tokens that the target looked at and did not take, for reports; may be left empty.
     """
 
     row: int
@@ -59,6 +60,7 @@ class Step:
     accepted: int = 0
     levels: tuple[tuple[int, int], ...] = ()
     wasted: int = 0
+    rejected: tuple[int, ...] = ()
 
 
 @dataclass

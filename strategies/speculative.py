@@ -62,7 +62,8 @@ def draft_and_verify(
         )
         for row, draft, verdict in zip(active, drafts, verifier.verify(active, drafts, logits), strict=True):
             row.tokens.extend(verdict.tokens)
-            yield Step(row.index, verdict.tokens, len(draft.tokens), verdict.accepted, draft.levels)
+            rejected = tuple(draft.tokens[verdict.accepted :])
+            yield Step(row.index, verdict.tokens, len(draft.tokens), verdict.accepted, draft.levels, rejected=rejected)
         drafts = None
 
 

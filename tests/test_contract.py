@@ -121,6 +121,8 @@ def test_steps_are_valid_and_begin_with_a_prefill(name):
         for step in steps[1:]:
             assert 0 <= step.accepted <= step.drafted
             assert len(step.tokens) == step.accepted + 1
+            assert len(step.rejected) == step.drafted - step.accepted
+            assert not step.rejected or step.rejected[0] != step.tokens[-1]
 
 
 @pytest.mark.parametrize("name", NAMES)

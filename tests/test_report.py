@@ -494,6 +494,20 @@ def test_a_rejection_stands_where_it_happened() -> None:
     ]  # fmt: skip
 
 
+def test_rejected_tokens_are_shown_where_a_traced_pass_knows_them() -> None:
+    """The ids come from the traced pass that took the same steps, as text where the tokenizer is at hand."""
+    one = sample(steps=((3, 4, 2), (1, 4, 0)))
+    traced = sample(steps=((3, 4, 2), (1, 4, 0)), kind="trace", rejected=[[], [66, 67], [68, 69, 70, 71]])
+    other = sample(steps=((3, 4, 2), (2, 4, 1)), kind="trace", rejected=[[], [1, 2], [3]])
+    assert report_text._rejected([other, traced], one) == traced.rejected
+    assert report_text._rejected([other], one) == ()
+    assert ("rejected", "✗66 67") in kinds(report_text.answer(one, None, rejected=traced.rejected or ()))
+    codec = describe(specs.parse("tiny"), "target").codec
+    lost = codec.encode("ab")
+    shown = kinds(report_text.answer(one, codec, rejected=[[], lost, [*lost, *lost]]))
+    assert [text for kind, text in shown if kind == "rejected"] == ["✗ab", "✗abab"]
+
+
 def test_drafts_behind_the_end_of_an_answer_were_not_rejected() -> None:
     assert kinds(report_text.answer(sample(steps=((2, 4, 2),)), None))[1:] == [("accepted", "1"), ("accepted", "2")]
 
