@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import Annotated, Any
 
@@ -17,7 +18,10 @@ class _App(typer.Typer):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for stream in (sys.stdout, sys.stderr):
             tolerate(stream)
-        return super().__call__(*args, **kwargs)
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:  # one more Ctrl-C while Python shuts down would only add a traceback of somebody's clean-up
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 app = _App(
