@@ -40,6 +40,7 @@ class CachedModel(ABC):
         vocab_size: width of the logits, already cut to the tokenizer's common size.
         context_length: the most tokens a row may hold.
         max_rows: the most rows one call may carry; 1 where a ragged batch cannot be computed right.
+        one_row_because: why `max_rows` is 1, in words; empty where it is not.
         last_forward_ns: how long the last forward took, for controllers (budgets, fallbacks).
         trace: a list to append every `Forward` to, or None. With a list the device is synchronised around each
             forward, which costs time: traced passes never feed a table.
@@ -52,6 +53,7 @@ class CachedModel(ABC):
     vocab_size: int
     context_length: int
     max_rows: int
+    one_row_because: str = ""
     last_forward_ns: int = 0
     trace: list[Forward] | None = None
 
@@ -79,6 +81,23 @@ class CachedModel(ABC):
             ValueError: an empty context, more rows than `max_rows`, `last` out of range, or a context that is
                 longer than `context_length`.
         """
+
+    def check_call(self, arrays: Sequence[np.ndarray], lasts: Sequence[int], rows: Sequence[int]) -> None:
+        """Refuses what `advance` must refuse, for every runtime alike. Raises ValueError."""
+        if not arrays or len(lasts) != len(arrays) or len(rows) != len(arrays):
+            raise ValueError(f"{len(arrays)} contexts, {len(lasts)} counts of logits and {len(rows)} rows do not match")
+        if len(arrays) > 1 and len(set(rows)) < len(rows):
+            raise ValueError(f"a row is named twice: {list(rows)}")
+        if min(rows) < 0 or max(rows) >= self.max_rows or len(arrays) > self.max_rows:
+            reason = f" ({self.one_row_because})" if self.max_rows == 1 else ""
+            raise ValueError(f"{self.name} computes at most {self.max_rows} row(s){reason}, asked: {list(rows)}")
+        for context, wanted in zip(arrays, lasts, strict=True):
+            if not len(context):
+                raise ValueError("an empty context has no logits")
+            if len(context) > self.context_length:
+                raise ValueError(f"{len(context)} tokens are more than {self.name}'s context of {self.context_length}")
+            if not 1 <= wanted <= len(context):
+                raise ValueError(f"logits of the last {wanted} of {len(context)} tokens cannot be returned")
 
     @abstractmethod
     def reset(self) -> None:

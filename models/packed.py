@@ -143,7 +143,7 @@ class PackedModel(CachedModel):
             rows = range(count)
         lasts = [last] * count if isinstance(last, int) else list(last)
         arrays = [context if isinstance(context, np.ndarray) else np.asarray(context, np.int64) for context in contexts]
-        self._check(arrays, lasts, rows)
+        self.check_call(arrays, lasts, rows)
         self._make_room(max(rows) + 1, max(map(len, arrays)))
 
         spans = []
@@ -193,21 +193,6 @@ class PackedModel(CachedModel):
             more_tokens = max(0, max(tokens, have_tokens * 3 // 2) - have_tokens) if tokens > have_tokens else 0
             self._ids = np.pad(self._ids, ((0, max(0, rows - have_rows)), (0, more_tokens)))
             self._lengths += [0] * (len(self._ids) - len(self._lengths))
-
-    def _check(self, arrays: list[np.ndarray], lasts: Sequence[int], rows: Sequence[int]) -> None:
-        if not arrays or len(lasts) != len(arrays) or len(rows) != len(arrays):
-            raise ValueError(f"{len(arrays)} contexts, {len(lasts)} counts of logits and {len(rows)} rows do not match")
-        if len(arrays) > 1 and len(set(rows)) < len(rows):
-            raise ValueError(f"a row is named twice: {list(rows)}")
-        if min(rows) < 0 or max(rows) >= self.max_rows:
-            raise ValueError(f"{self.name} computes at most {self.max_rows} rows in a batch; asked: {list(rows)}")
-        for context, wanted in zip(arrays, lasts, strict=True):
-            if not len(context):
-                raise ValueError("an empty context has no logits")
-            if len(context) > self.context_length:
-                raise ValueError(f"{len(context)} tokens are more than {self.name}'s context of {self.context_length}")
-            if not 1 <= wanted <= len(context):
-                raise ValueError(f"logits of the last {wanted} of {len(context)} tokens cannot be returned")
 
 
 class CpuPackedModel(PackedModel):

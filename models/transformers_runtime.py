@@ -89,7 +89,7 @@ class TransformersModel(CachedModel):
             rows = (0,) if count == 1 else range(count)
         lasts = (last,) * count if isinstance(last, int) else last
         arrays = [context if isinstance(context, np.ndarray) else np.asarray(context, np.int64) for context in contexts]
-        self._check(arrays, lasts, rows)
+        self.check_call(arrays, lasts, rows)
         self.reserve(max(rows) + 1, max(map(len, arrays)))
 
         starts = []
@@ -132,22 +132,6 @@ class TransformersModel(CachedModel):
     @property
     def weight_bytes(self) -> int:
         return decoded_bytes(self.hf_model)
-
-    def _check(self, arrays: list[np.ndarray], lasts: Sequence[int], rows: Sequence[int]) -> None:
-        if not arrays or len(lasts) != len(arrays) or len(rows) != len(arrays):
-            raise ValueError(f"{len(arrays)} contexts, {len(lasts)} counts of logits and {len(rows)} rows do not match")
-        if len(arrays) > 1 and len(set(rows)) < len(rows):
-            raise ValueError(f"a row is named twice: {list(rows)}")
-        if min(rows) < 0 or max(rows) >= self.max_rows or len(arrays) > self.max_rows:
-            reason = f" ({self.one_row_because})" if self.max_rows == 1 else ""
-            raise ValueError(f"{self.name} computes at most {self.max_rows} row(s){reason}, asked: {list(rows)}")
-        for context, wanted in zip(arrays, lasts, strict=True):
-            if not len(context):
-                raise ValueError("an empty context has no logits")
-            if len(context) > self.context_length:
-                raise ValueError(f"{len(context)} tokens are more than {self.name}'s context of {self.context_length}")
-            if not 1 <= wanted <= len(context):
-                raise ValueError(f"logits of the last {wanted} of {len(context)} tokens cannot be returned")
 
     def _forward(self, arrays: list[np.ndarray], starts: list[int], rows: Sequence[int], wanted: int) -> torch.Tensor:
         """One forward over what each row lacks; (rows, wanted, vocabulary of the head)."""

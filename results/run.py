@@ -15,7 +15,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +151,6 @@ class _Arm:
     models: dict[str, CachedModel]
     engine: str
     peak_bytes: int | None = None
-    turn: int = field(default=0)
 
 
 class _Run:
@@ -183,8 +182,7 @@ class _Run:
         self.done: dict[tuple, Sample] = {}
         self.writer: SampleWriter | None = None
         names = [arm.name for arm in prepared.checked.arms]
-        self.baseline = BASELINE if BASELINE in names else None
-        self.reference = self.baseline or names[0]
+        self.reference = BASELINE if BASELINE in names else names[0]
         placement = prepared.checked.placement
         self.drain = drain_for(device.torch_name for device in placement.devices.values())
 
