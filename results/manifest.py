@@ -52,7 +52,7 @@ def new_manifest(prepared: Prepared, argv: Sequence[str]) -> dict[str, Any]:
         "settings": settings
         | {
             "target": infos["target"].name,
-            "draft": infos["draft"].name if "draft" in infos else None,
+            "draft": ",".join(info.name for role, info in infos.items() if role != "target") or None,
             "dtype": prepared.dtype,
             "runtime": plan.runtime,
             "threads": prepared.checked.placement.threads,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import StrategyError
 from ..hardware.clock import Clock
@@ -74,6 +75,7 @@ class Outcome:
     steps: list[list[int]] = field(default_factory=list)
     levels: list[list[list[int]]] = field(default_factory=list)
     rejected: list[list[int]] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
 
     def take(self, step: Step, at_ns: int, ending: Ending, limit: int) -> bool:
@@ -149,7 +151,7 @@ def measure(
         if was_enabled:
             gc.enable()
     for row in rows:
-        row.start_ns, row.drain_ns = start, drain_ns
+        row.start_ns, row.drain_ns, row.facts = start, drain_ns, dict(strategy.facts)
     return rows
 
 

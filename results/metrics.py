@@ -304,7 +304,7 @@ class Drafting:
 
 
 def _add_levels(levels: list[list[int]], more: Sequence[Sequence[int]]) -> None:
-    for depth, (drafted, accepted) in enumerate(more):
+    for depth, (drafted, accepted, *_) in enumerate(more):
         if depth == len(levels):
             levels.append([0, 0])
         levels[depth][0] += drafted

@@ -108,6 +108,12 @@ class Plan:
             if twice := sorted({name for name in names if names.count(name) > 1}):
                 raise UsageError(f"--{what}: {', '.join(twice)} is named twice")
 
+    @property
+    def drafts(self) -> dict[str, str]:
+        """Draft models by role, `draft`, `draft2`, ...: from large to small, as `--draft A,B` names them."""
+        names = [name.strip() for name in (self.draft or "").split(",") if name.strip()]
+        return {f"draft{number}" if number > 1 else "draft": name for number, name in enumerate(names, 1)}
+
     def sampling(self, eos: tuple[int, ...] = ()) -> Sampling:
         return Sampling(
             temperature=self.temperature,
@@ -192,9 +198,7 @@ class Checked:
     @property
     def roles(self) -> set[str]:
         roles = {role for arm in self.arms for role in arm.strategy.roles}
-        if self.plan.draft:
-            roles |= {role for arm in self.arms for role in arm.strategy.optional_roles}
-        return roles
+        return roles | {r for arm in self.arms for r in arm.strategy.optional_roles if r in self.plan.drafts}
 
 
 def check(plan: Plan) -> Checked:
@@ -268,9 +272,10 @@ def _check_roles(checked: Checked) -> None:
     for arm in checked.arms:
         if "draft" in arm.strategy.roles and not plan.draft:
             raise UsageError(f"{arm.name}: needs a draft model; name one with --draft. See: specbench list models")
-    if plan.draft and plan.draft.startswith("self:") and (plan.draft_quant or plan.runtime == "transformers"):
-        other = "--draft-quant" if plan.draft_quant else "--runtime transformers"
-        raise UsageError(f"--draft {plan.draft}: is quantised by the packed runtime already; leave {other} out")
+    for draft in plan.drafts.values():
+        if draft.startswith("self:") and (plan.draft_quant or plan.runtime == "transformers"):
+            other = "--draft-quant" if plan.draft_quant else "--runtime transformers"
+            raise UsageError(f"--draft {draft}: is quantised by the packed runtime already; leave {other} out")
     if plan.draft_quant and not plan.draft:
         raise UsageError(f"--draft-quant {plan.draft_quant}: there is no draft model; name one with --draft")
     for arm in checked.arms:
@@ -280,6 +285,8 @@ def _check_roles(checked: Checked) -> None:
             )
     if plan.draft and "draft" not in checked.roles:
         raise UsageError(f"--draft {plan.draft}: no strategy of this run uses a draft model")
+    if unused := [name for role, name in plan.drafts.items() if role not in checked.roles]:
+        raise UsageError(f"--draft {plan.draft}: no strategy of this run uses more than one draft ({unused[0]})")
     if "draft" in checked.placement.devices and "draft" not in checked.roles:
         raise UsageError(f"--place {plan.place}: no strategy of this run uses a draft model")
 

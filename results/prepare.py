@@ -117,15 +117,14 @@ def prepare(checked: Checked, listener: Listener) -> Prepared:
         MeasurementError: the tasks hold no prompt.
     """
     plan = checked.plan
-    specs = {"target": plan.target, "draft": plan.draft}
+    specs = {"target": plan.target, **plan.drafts}
     infos = {}
-    for role in sorted(checked.roles, reverse=True):
+    for role in (role for role in specs if role in checked.roles):
         name = specs[role]
-        assert name is not None
         listener.stage(f"looking up {role} {name}")
         spec = parse(name)
-        if spec.kind == "self" and role == "draft":  # the target's own weights, quantised: nothing else to look up
-            infos[role] = self_draft(infos["target"], spec)
+        if spec.kind == "self" and role != "target":  # the target's own weights, quantised: nothing else to look up
+            infos[role] = self_draft(infos["target"], spec, role)
             continue
         infos[role] = describe(spec, role, progress=listener.note)
         check_cache(infos[role])
@@ -141,8 +140,8 @@ def prepare(checked: Checked, listener: Listener) -> Prepared:
         raise MeasurementError(f"nothing to measure: no prompt in {', '.join(plan.task)}")
     vocab_size = target.vocab_size
     prepared = Prepared(checked, infos, codec, vocab_size, prompts, turns, _dtype(plan, checked))
-    if "draft" in infos:
-        prepared.vocab_size = check_pair(target, infos["draft"], prepared.needed_tokens)
+    for draft in (info for role, info in infos.items() if role != "target"):
+        prepared.vocab_size = min(prepared.vocab_size, check_pair(target, draft, prepared.needed_tokens))
     for role, info in infos.items():
         device = checked.placement.of(role).torch_name
         packed = check_runtime(info, device, prepared.dtype, plan.runtime, prepared.quant(role), plan.exact)
@@ -157,10 +156,10 @@ def prepare(checked: Checked, listener: Listener) -> Prepared:
     return prepared
 
 
-def self_draft(target: ModelInfo, spec: ModelSpec) -> ModelInfo:
+def self_draft(target: ModelInfo, spec: ModelSpec, role: str) -> ModelInfo:
     """The target as its own draft, in the quantised form that the spec names."""
     spec = dataclasses.replace(target.spec, text=spec.text, quant=spec.quant)
-    return dataclasses.replace(target, spec=spec, role="draft", fingerprint=f"{target.fingerprint}:{spec.quant}")
+    return dataclasses.replace(target, spec=spec, role=role, fingerprint=f"{target.fingerprint}:{spec.quant}")
 
 
 def _dtype(plan: Plan, checked: Checked) -> str:

@@ -16,9 +16,10 @@ Schema 1, one sample (`docs/files.md` describes every field):
     ttft_ns, e2e_ns   from the start of the call to the first / last token of this row on the host
     drain_ns    how long the devices still worked after the last token of the call
     steps       [[ns since start, tokens kept, drafted, accepted, wasted], ...]; the first is the prefill
-    levels      per step [[drafted, accepted], ...] of a cascade's inner levels; absent where there are none
+    levels      per step [[drafted, accepted, forwards, ns], ...] of a cascade's inner levels; or absent
     forwards    trace only: {role: [[start ns, end ns, rows, new tokens], ...]}
     rejected    trace only: per step, the ids of the draft tokens that the target looked at and did not take
+    facts       what the strategy's controller decided and its workers did, by name; absent where there is nothing
     error       null, or one line; then no times and no ids
 """
 
@@ -72,6 +73,7 @@ class Sample:
     levels: list[list[list[int]]] | None = None
     forwards: dict[str, list[list[int]]] | None = None
     rejected: list[list[int]] | None = None
+    facts: dict[str, Any] | None = None
     error: str | None = None
 
     @property

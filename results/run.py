@@ -330,6 +330,9 @@ class _Run:
         self.manifest["settings"]["runtime"] = self.models["target", self.arms[0].engine].runtime
         for model in self.models.values():
             model.reserve(self.plan.batch, self.prepared.needed_tokens)
+        for arm in self.arms:
+            self.listener.stage(f"preparing {arm.name}")
+            arm.strategy.prepare(self.plan.batch, self.prepared.needed_tokens)
 
     def _at_hand(self, role: str, engine: str) -> bool:
         """Whether there is a model for a role that a strategy can do without; a peer cannot take a quantised one."""
@@ -522,3 +525,4 @@ def _fill(sample: Sample, outcome: Outcome) -> None:
     sample.drain_ns = outcome.drain_ns
     sample.steps = outcome.steps
     sample.levels = outcome.levels or None
+    sample.facts = outcome.facts or None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ..errors import UsageError
 from ..models.base import CachedModel, Ids, TokenBuffer
@@ -37,6 +37,22 @@ class Request:
     done: bool = False
 
 
+class Level(NamedTuple):
+    """What one level below the target's draft did in one step.
+
+    Attributes:
+        drafted: tokens that it proposed to the level above.
+        accepted: how many of them that level took.
+        forwards: forward passes of its own model; 0 for a statistical drafter.
+        time_ns: what they took together.
+    """
+
+    drafted: int
+    accepted: int
+    forwards: int = 0
+    time_ns: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """What one round made final for one row.
@@ -49,7 +65,7 @@ class Step:
         tokens: what is now final, as Python ints, at least one.
         drafted: draft tokens that the target looked at in this step.
         accepted: how many of them it took, a prefix; `tokens` begins with them.
-        levels: (drafted, accepted) per inner level of a cascade, from the one below the target downwards.
+        levels: what each inner level of a cascade did, from the one below the target downwards, see `Level`.
         wasted: draft tokens thrown away without having been looked at (asynchronous strategies).
         rejected: the draft tokens that the target looked at and did not take, for reports; may be left empty.
     """
@@ -58,7 +74,7 @@ class Step:
     tokens: tuple[int, ...]
     drafted: int = 0
     accepted: int = 0
-    levels: tuple[tuple[int, int], ...] = ()
+    levels: tuple[Level, ...] = ()
     wasted: int = 0
     rejected: tuple[int, ...] = ()
 
@@ -100,12 +116,12 @@ class Draft:
         tokens: what is proposed, may be empty.
         probs: (len(tokens), vocab), the distribution each was drawn from, after temperature and truncation; None
             for a drafter that is certain of what it says (one-hot). Only the rejection rule reads it.
-        levels: (drafted, accepted) of the levels below, for a drafter that contains a drafter.
+        levels: what the levels did that were asked for it, for a drafter that contains a drafter; see `Level`.
     """
 
     tokens: Sequence[int]
     probs: torch.Tensor | None = None
-    levels: tuple[tuple[int, int], ...] = ()
+    levels: tuple[Level, ...] = ()
 
 
 class Drafter(ABC):
@@ -134,7 +150,12 @@ class Strategy(ABC):
         engine: `specbench`, or the project whose own loop is driven here as a peer (`transformers`); a peer gets its
             own kind of model in place of a `CachedModel`.
         reports_drafts: False where only the tokens are known and not what was drafted for them.
+        apart: True where draft and target work at the same time, so that the draft has to be in a worker process.
         Options: frozen dataclass; a field `draft_length` is set by `--option name.draft-length=4`.
+
+    Attributes:
+        facts: what a controller decided and a worker did in the latest sample (`{"draft_length": 4, "bypassed":
+            "draft"}`), plain numbers and words; stored with the record. `reset` empties it.
     """
 
     name: ClassVar[str]
@@ -147,6 +168,7 @@ class Strategy(ABC):
     verifications: ClassVar[tuple[str, ...]] = ("coupled", "rejection")
     engine: ClassVar[str] = "specbench"
     reports_drafts: ClassVar[bool] = True
+    apart: ClassVar[bool] = False
     Options: ClassVar[type]
 
     @classmethod
@@ -161,6 +183,15 @@ class Strategy(ABC):
         self.models = models
         self.target = models["target"]
         self.options = options
+        self.facts: dict[str, Any] = {}
+
+    def prepare(self, rows: int, tokens: int) -> None:  # noqa: B027 - nothing to do for most
+        """Called once, before the warm-up, untimed: the place to measure cost curves for a controller.
+
+        Args:
+            rows: rows of a batch at most.
+            tokens: the longest row that will come, prompt and output.
+        """
 
     @abstractmethod
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Step]:
@@ -168,6 +199,7 @@ class Strategy(ABC):
 
     def reset(self) -> None:
         """Forgets everything learned from earlier prompts. Called before every sample."""
+        self.facts = {}
         for model in self.models.values():
             model.reset()
 
