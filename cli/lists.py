@@ -1,15 +1,16 @@
-"""`specbench list ...`: what there is to choose from. None of it imports torch."""
+"""`specbench list ...`: what there is to choose from. Only `list drafts` imports torch."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from .errors import reports_errors
-from .output import print_json, stdout
+from .output import print_json, stderr, stdout
 
-app = typer.Typer(help="List strategies, tasks, models or devices.", no_args_is_help=True)
+app = typer.Typer(help="List strategies, tasks, models, drafts or devices.", no_args_is_help=True)
 
 Json = Annotated[bool, typer.Option("--json/--no-json", help="Print one JSON document instead of a table.")]
 
@@ -46,8 +47,55 @@ def models(json: Json = False) -> None:
         {"name": "org/name, org/name@revision", "what": "a model on the Hugging Face hub, or in its local cache"},
         {"name": "./folder", "what": "a local transformers folder (config, tokenizer, safetensors)"},
         {"name": "self:int4, self:int8", "what": "as --draft: the target's own weights, quantised (packed runtime)"},
+        {
+            "name": "distilled",
+            "what": "as --draft: the distilled draft that comes with specbench for this target, if any",
+        },
         {"name": "./file.gguf", "what": "a local GGUF file, unpacked when it is loaded"},
     ]
+    _show(rows, json)
+
+
+@app.command("drafts")
+@reports_errors
+def drafts(
+    target: Annotated[str, typer.Option("--target", "-t", help="The model that is to be drafted for.")],
+    folder: Annotated[
+        list[Path] | None,
+        typer.Option("--folder", help="Look here for models, too; may be repeated.", show_default=False),
+    ] = None,
+    measure: Annotated[
+        str | None,
+        typer.Option(
+            "--measure", help="Measure cost and agreement of these drafts now, with commas.", show_default=False
+        ),
+    ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="Of the target, for --measure.")] = "float32",
+    threads: Annotated[
+        int | None, typer.Option("--threads", help="CPU threads (default: the physical cores).", show_default=False)
+    ] = None,
+    json: Json = False,
+) -> None:
+    """What could draft for a target here, with cost and agreement where they are known.
+
+    Example: specbench list drafts --target org/big --measure self:int4
+    """
+    from ..hardware import devices
+    from ..models.info import describe
+    from ..models.specs import parse
+    from ..results import drafts as found
+
+    placement = devices.parse_placement("target=cpu", threads)
+    info = describe(parse(target), "target", progress=lambda text: stderr().print(text, soft_wrap=True))
+    if measure:
+        devices.apply(placement)
+        for draft in measure.split(","):
+            found.measure(info, draft.strip(), dtype, placement.threads)
+    rows = [one.record() for one in found.candidates(info, folder or (), dtype, placement.threads)]
+    if not json:
+        for row in rows:
+            row |= {key: f"{row[key]:.3f}" for key in ("cost_ratio", "agreement") if row[key] is not None}
+        rows = [{"--draft": row["draft"] or "(none)", **{k: v for k, v in row.items() if k != "draft"}} for row in rows]
     _show(rows, json)
 
 
@@ -80,7 +128,8 @@ def _show(rows: list[dict[str, Any]], json: bool) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     columns = list(dict.fromkeys(key for row in rows for key in row))
     for at, column in enumerate(columns):
-        table.add_column(column, no_wrap=at == 0, overflow="fold")
+        longest = max(len(str(row.get(column) or "")) for row in rows)
+        table.add_column(column, no_wrap=at == 0 and longest <= console.width // 3, overflow="fold")
     for row in rows:
         table.add_row(*(str(row.get(column) or "") for column in columns))
     console.print(table)

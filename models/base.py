@@ -99,6 +99,22 @@ class CachedModel(ABC):
             if not 1 <= wanted <= len(context):
                 raise ValueError(f"logits of the last {wanted} of {len(context)} tokens cannot be returned")
 
+    def copy_row(self, source: int, to: int) -> None:
+        """Row `to` then holds what row `source` holds, so that a context can go on in two ways. No forward.
+
+        Costs a memory copy of what the two rows do not share; what they share stays as it is.
+
+        Raises:
+            ValueError: a row that is not among the first `max_rows`.
+            NotImplementedError: the runtime cannot copy rows.
+        """
+        raise NotImplementedError(f"{self.name}: the {self.runtime} runtime cannot copy rows")
+
+    def check_copy(self, source: int, to: int) -> None:
+        """Refuses what `copy_row` must refuse, for every runtime alike. Raises ValueError."""
+        if not (0 <= source < self.max_rows and 0 <= to < self.max_rows):
+            raise ValueError(f"{self.name} has at most {self.max_rows} row(s), asked to copy {source} to {to}")
+
     @abstractmethod
     def reset(self) -> None:
         """Empties the cache of every row. Buffers may stay allocated."""
@@ -136,7 +152,7 @@ class TokenBuffer:
     def __len__(self) -> int:
         return self._length
 
-    def extend(self, ids: Sequence[int]) -> None:
+    def extend(self, ids: Ids) -> None:
         end = self._length + len(ids)
         self._write(ids, end)
         self._length = end
@@ -148,7 +164,7 @@ class TokenBuffer:
             self._write(draft, end)
         return self._data[:end]
 
-    def _write(self, ids: Sequence[int], end: int) -> None:
+    def _write(self, ids: Ids, end: int) -> None:
         if end > len(self._data):
             self._data = np.concatenate([self._data, np.empty(max(len(self._data), end), dtype=np.int64)])
         self._data[self._length : end] = ids

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..errors import ModelError
 from . import builtin
+from .draft_options import DraftOptions
 from .quiet import quiet
 from .specs import ModelSpec
 from .tokenizer import TextCodec
@@ -49,6 +50,9 @@ class ModelInfo:
         parameters: number of weights, where local files tell.
         fingerprint: of config, revision and weight files; the same for the same model in another folder.
         tokenizer_fingerprint: of tokens, special tokens in front, and chat template.
+        options: of a draft, what was asked of it.
+        head_ids: the tokens that a draft's head is cut to, ascending; None for all.
+        tables: the model whose embedding and head a distilled draft shares, and the digest they have to have.
     """
 
     spec: ModelSpec
@@ -68,6 +72,10 @@ class ModelInfo:
     parameters: int | None
     fingerprint: str
     codec: TextCodec = field(repr=False, compare=False)
+    options: DraftOptions = DraftOptions()
+    head_ids: tuple[int, ...] | None = field(default=None, repr=False)
+    tables: ModelInfo | None = field(default=None, repr=False)
+    tables_digest: str = ""
 
     @property
     def name(self) -> str:
@@ -79,8 +87,9 @@ class ModelInfo:
 
     def record(self) -> dict[str, Any]:
         """For the manifest: JSON values only, and no path of this machine."""
+        local = self.spec.kind in ("folder", "gguf", "distilled")
         return {
-            "spec": Path(self.spec.text).name if self.spec.kind in ("folder", "gguf") else self.spec.text,
+            "spec": Path(self.spec.text).name if local else self.spec.text,
             "kind": self.spec.kind,
             "revision": self.revision,
             "architecture": self.architecture,
@@ -90,6 +99,7 @@ class ModelInfo:
             "parameters": self.parameters,
             "fingerprint": self.fingerprint,
             "tokenizer_fingerprint": self.tokenizer_fingerprint,
+            "head_vocab": None if self.head_ids is None else len(self.head_ids),
         }
 
 
@@ -145,6 +155,8 @@ def _locate(spec: ModelSpec, role: str, progress: Callable[[str], None] | None) 
         return str(Path(spec.location).resolve()), None
     if spec.kind == "self":
         raise ModelError(f"{role} {spec.text}: a quantised copy of the target has no files of its own")
+    if spec.kind == "distilled":
+        raise ModelError(f"{role} {spec.text}: is a draft, and can only be read together with its target")
     if progress:
         progress(f"{spec.text}: asking the hub")
     snapshot = hub_snapshot(spec, role, spec.revision, _SMALL_FILES)
@@ -265,6 +277,11 @@ def _parameters(files: list[Path]) -> int | None:
                     count *= length
                 total += count
     return total or None
+
+
+def file_fingerprint(config: Any, folder: Path) -> str:
+    """Of a config and the weight files of a folder."""
+    return _fingerprint(config, None, weight_files(folder))
 
 
 def _fingerprint(config: Any, revision: str | None, files: list[Path]) -> str:

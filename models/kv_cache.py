@@ -59,6 +59,10 @@ class KeyValueCache:
         elif rows > self.rows:
             self._move(rows, self.slots, lengths, self._numbers(rows, self.slots))
 
+    def copy(self, source: int, to: int, start: int, end: int) -> None:
+        """Copies the positions from `start` to `end` of one row into another."""
+        self.blocks[:, :, to, :, start:end] = self.blocks[:, :, source, :, start:end]
+
     @property
     def nbytes(self) -> int:
         return self._memory.numel() * self._memory.element_size()

@@ -106,13 +106,14 @@ def check_runtime(
     Raises:
         ModelError: something was asked for that only the packed runtime has, and it cannot have this model.
     """
-    for asked in filter(None, (quant, "--exact" if exact else None)):
+    head = f"a head of {len(info.head_ids)} tokens" if info.head_ids is not None and info.tables is None else None
+    for asked in filter(None, (quant, "--exact" if exact else None, head)):
         if runtime == "transformers":
             raise ModelError(f"{info.role} {info.name}: {asked} needs the packed runtime, not transformers")
     from . import packed
 
     refusal = packed.supports(info.config, device, dtype)
-    if refusal and (runtime == "packed" or quant or exact):
+    if refusal and (runtime == "packed" or quant or exact or head):
         raise ModelError(f"{info.role} {info.name}: the packed runtime does not support this model: {refusal}")
     if quant and not device.startswith("cpu"):
         raise ModelError(f"{info.role} {info.name}: {quant} is made for CPU only; place that role on cpu")
@@ -145,13 +146,19 @@ def load(
     if check_runtime(info, device, dtype, runtime, quant, exact):
         from . import packed
 
+        size = info.vocab_size if vocab_size is None else vocab_size
+        ids = None if info.head_ids is None else [token for token in info.head_ids if token < size]
         return packed.PackedModel.from_transformers(
             load_transformers(info, "cpu", dtype),  # it moves the weights itself, layer by layer
             name=info.name,
             device=device,
             dtype=dtype,
-            vocab_size=info.vocab_size if vocab_size is None else vocab_size,
+            vocab_size=size,
             quant=quant,
+            group_size=info.options.group_size,
+            group_offset=info.options.group_offset,
+            head_ids=ids,
+            head_quant=info.options.head if info.options.head != "bfloat16" else None,
             exact=exact,
         )
     from .transformers_runtime import TransformersModel
@@ -176,6 +183,8 @@ def load_transformers(info: ModelInfo, device: str = "cpu", dtype: str = "float3
     attention = "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"
     if info.spec.kind == "hub":
         _fetch_weights(info)
+    if info.tables is not None:
+        return _assemble(info, info.tables, dtype).to(device).eval().requires_grad_(False)
     with explained(info.spec, info.role), quiet():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             info.path,
@@ -191,6 +200,34 @@ def load_transformers(info: ModelInfo, device: str = "cpu", dtype: str = "float3
             f"those of a {info.architecture}"
         )
     return hf_model.eval().requires_grad_(False)
+
+
+def _assemble(info: ModelInfo, target: ModelInfo, dtype: str) -> Any:
+    """A distilled draft: its own layers and norm, the target's embedding and head."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from .distilled_file import read_layers
+    from .tables import EMBEDDING, HEAD, digest_of, read_tables
+
+    if target.spec.kind == "hub":
+        _fetch_weights(target)
+    try:
+        tables = read_tables(target)
+    except KeyError:  # not as safetensors
+        whole = load_transformers(target, "cpu", dtype)
+        tables = {EMBEDDING: whole.get_input_embeddings().weight, HEAD: whole.get_output_embeddings().weight}
+    if digest_of(tables[EMBEDDING]) != info.tables_digest:
+        raise ModelError(f"{info.role} {info.name}: was distilled for another target than {target.name}")
+    with explained(info.spec, info.role), quiet():
+        hf_model: Any = AutoModelForCausalLM.from_config(
+            info.config, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+        )
+        weights = {**read_layers(info.path), **{name: table.to(hf_model.dtype) for name, table in tables.items()}}
+        if info.config.tie_word_embeddings:
+            weights[HEAD] = weights[EMBEDDING]
+        hf_model.load_state_dict(weights)
+    return hf_model
 
 
 def _fetch_weights(info: ModelInfo) -> None:

@@ -32,7 +32,7 @@ from .kv_cache import KeyValueCache
 from .packed_attention import Span, make_plans
 from .packed_layers import Decoder, head_dim_of
 from .packed_linear import ONE_DNN, choose_filled_rows, pack
-from .quantised import pack_quantised
+from .quantised import pack_quantised, shift_channels
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -85,6 +85,9 @@ class PackedModel(CachedModel):
         vocab_size: int,
         quant: str | None = None,
         group_size: int = 32,
+        group_offset: int = 0,
+        head_ids: Sequence[int] | None = None,
+        head_quant: str | None = None,
         exact: bool = False,
         clock: Clock | None = None,
     ) -> PackedModel:
@@ -97,6 +100,9 @@ class PackedModel(CachedModel):
             quant: None, or `int8` or `int4` for weight-only quantised matrices, which is a different model; it
                 computes in bfloat16 and takes the place of `dtype`. On CPU only.
             group_size: columns of a row that share a scale in int4: 32, 64, 128 or 256.
+            group_offset: the channel that the first group begins with.
+            head_ids: the only tokens that get a logit, for a draft; the others get -inf.
+            head_quant: `int8` to round the head of a quantised form as well.
             exact: on CUDA, compute so that drafts change no bits, at a price (`packed_cuda`). On CPU bfloat16 does so
                 anyway.
 
@@ -111,10 +117,14 @@ class PackedModel(CachedModel):
             "device": device,
             "dtype": dtype,
             "vocab_size": vocab_size,
+            "head_ids": head_ids,
             "clock": clock,
         }
         if device.startswith("cpu"):
-            return CpuPackedModel(hf_model, quant=quant, group_size=group_size, **options)
+            if group_offset:
+                shift_channels(hf_model, group_offset)
+            grid = {"group_size": group_size, "head_quant": head_quant}
+            return CpuPackedModel(hf_model, quant=quant, **grid, **options)
         if quant:
             raise ModelError(f"{name}: {quant} is made for CPU only; on {device} use float16 or bfloat16")
         from .packed_cuda import StaticPackedModel
@@ -169,6 +179,18 @@ class PackedModel(CachedModel):
             self._lengths[span.row] = len(context)
         return logits
 
+    @torch.inference_mode()
+    def copy_row(self, source: int, to: int) -> None:
+        self.check_copy(source, to)
+        self._make_room(max(source, to) + 1, 0)
+        length = self._lengths[source]
+        shared = common_prefix(self._ids[to, : self._lengths[to]], self._ids[source, :length])
+        self._lengths[to] = shared
+        if shared < length:
+            self._copy_cache(source, to, shared, length)
+            self._ids[to, shared:length] = self._ids[source, shared:length]
+            self._lengths[to] = length
+
     def reset(self) -> None:
         self._lengths = [0] * len(self._lengths)
 
@@ -178,11 +200,28 @@ class PackedModel(CachedModel):
         self._reserve_cache(rows, tokens)
 
     @abstractmethod
+    def states(self, ids: np.ndarray) -> torch.Tensor:
+        """What the head multiplies after every token of texts of one length, computed afresh, for training drafts.
+
+        Empties the cache.
+
+        Args:
+            ids: (texts, tokens).
+
+        Returns:
+            (texts, tokens, width), on the model's device, in the dtype that it computes in.
+        """
+
+    @abstractmethod
     def _forward(self, arrays: list[np.ndarray], spans: list[Span], lasts: list[int]) -> torch.Tensor:
         """Logits of the last tokens of each span; keys and values of all new ones are cached."""
 
     @abstractmethod
     def _reserve_cache(self, rows: int, tokens: int) -> None: ...
+
+    @abstractmethod
+    def _copy_cache(self, source: int, to: int, start: int, end: int) -> None:
+        """Copies keys and values of the positions from `start` to `end` from one row to another."""
 
     def _synchronise(self) -> None:
         """Waits for the device; nothing to do on CPU."""
@@ -208,6 +247,8 @@ class CpuPackedModel(PackedModel):
         vocab_size: int,
         quant: str | None = None,
         group_size: int = 32,
+        head_ids: Sequence[int] | None = None,
+        head_quant: str | None = None,
         clock: Clock | None = None,
     ) -> None:
         super().__init__(
@@ -215,7 +256,8 @@ class CpuPackedModel(PackedModel):
         )
         number = torch.bfloat16 if quant else getattr(torch, dtype)
         pack_part = partial(pack_quantised, quant=quant, group_size=group_size) if quant else pack
-        self._decoder: Any = Decoder(hf_model, device, number, vocab_size, pack_part, pack)
+        pack_head = partial(pack_quantised, quant=head_quant, group_size=group_size) if head_quant else pack
+        self._decoder: Any = Decoder(hf_model, device, number, vocab_size, pack_part, pack_head, head_ids)
         self._cache = KeyValueCache(len(self._decoder.layers), self._decoder.kv_heads, self._decoder.head_dim, number)
         self._threads_filled = 0
         _return_freed_memory()
@@ -236,7 +278,24 @@ class CpuPackedModel(PackedModel):
     def _reserve_cache(self, rows: int, tokens: int) -> None:
         self._cache.reserve(rows, tokens)
 
+    def _copy_cache(self, source: int, to: int, start: int, end: int) -> None:
+        self._cache.fit(len(self._lengths), max(end, *self._lengths), self._lengths)
+        self._cache.copy(source, to, start, end)
+
     def _forward(self, arrays: list[np.ndarray], spans: list[Span], lasts: list[int]) -> torch.Tensor:
+        hidden = _last_tokens(self._hidden(arrays, spans), spans, lasts)
+        # widened, which changes no value: torch's argmax over bfloat16 takes four times as long, conversion included
+        return self._decoder.logits(hidden).float()
+
+    @torch.inference_mode()
+    def states(self, ids: np.ndarray) -> torch.Tensor:
+        self.reset()
+        self._make_room(1, ids.shape[1])
+        parts = [self._decoder.states(self._hidden([row], [Span(0, 0, len(row))])) for row in ids]
+        return torch.stack(parts)
+
+    def _hidden(self, arrays: list[np.ndarray], spans: list[Span]) -> torch.Tensor:
+        """Hidden states of the new tokens, (tokens, width); their keys and values are cached."""
         decoder = self._decoder
         self._choose_filled_rows()
         end = max(map(len, arrays))
@@ -249,9 +308,7 @@ class CpuPackedModel(PackedModel):
         else:
             ids = torch.from_numpy(np.concatenate([a[s.start :] for a, s in zip(arrays, spans, strict=True)]))
             positions = torch.cat([torch.arange(span.start, span.start + span.count) for span in spans])
-        hidden = decoder.hidden(ids, decoder.rotation.at(positions), plans)
-        # widened, which changes no value: torch's argmax over bfloat16 takes four times as long, conversion included
-        return decoder.logits(_last_tokens(hidden, spans, lasts)).float()
+        return decoder.hidden(ids, decoder.rotation.at(positions), plans)
 
     def _choose_filled_rows(self) -> None:
         """Once, and again when the number of threads has changed."""

@@ -32,6 +32,7 @@ NEW_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 EXACT_NEW_TOKENS = 16
 PROMPT_PIECE = 512
 SMALLEST_SLOTS = 256
+STATES_ROWS = 16  # texts whose states are computed together
 
 
 class StaticPackedModel(PackedModel):
@@ -50,13 +51,14 @@ class StaticPackedModel(PackedModel):
         device: str,
         dtype: str,
         vocab_size: int,
+        head_ids: Sequence[int] | None = None,
         exact: bool = False,
         graphs: bool = True,
         clock: Clock | None = None,
     ) -> None:
         super().__init__(hf_model.config, name=name, device=device, dtype=dtype, vocab_size=vocab_size, clock=clock)
         self._torch_dtype = getattr(torch, dtype)
-        self._decoder: Any = Decoder(hf_model, device, self._torch_dtype, vocab_size, plain, plain)
+        self._decoder: Any = Decoder(hf_model, device, self._torch_dtype, vocab_size, plain, plain, head_ids)
         self._on_cuda = torch.device(device).type == "cuda"
         self._graphs_wanted = graphs and self._on_cuda
         self._counts = (EXACT_NEW_TOKENS,) if exact else NEW_TOKENS
@@ -96,12 +98,28 @@ class StaticPackedModel(PackedModel):
         if self._on_cuda:
             torch.cuda.empty_cache()
 
+    @torch.inference_mode()
+    def states(self, ids: np.ndarray) -> torch.Tensor:
+        self.reset()
+        tokens, parts = ids.shape[1], []
+        for texts in np.array_split(ids, -(-len(ids) // STATES_ROWS)):
+            self._allocate(len(texts), tokens)
+            positions = torch.arange(tokens, device=self.device).repeat(len(texts))
+            flat = self._to_device(torch.from_numpy(np.ascontiguousarray(texts, np.int64).reshape(-1)))
+            hidden = self._pass(flat, positions, 0, len(texts), tokens, min(_slots_for(tokens), self._cache_slots))
+            parts.append(self._decoder.states(hidden).view(len(texts), tokens, -1))
+        return torch.cat(parts)
+
     def _synchronise(self) -> None:
         if self._on_cuda:
             torch.cuda.synchronize(self.device)
 
     def _reserve_cache(self, rows: int, tokens: int) -> None:
         self._allocate(rows, tokens + self._counts[-1])
+
+    def _copy_cache(self, source: int, to: int, start: int, end: int) -> None:
+        self._allocate(len(self._lengths), max(end, *self._lengths) + self._counts[-1])
+        self._cache[:, :, to, :, start:end] = self._cache[:, :, source, :, start:end]
 
     def _allocate(self, rows: int, slots: int) -> None:
         """Makes the cache at least so large, and keeps what it holds. Graphs know addresses, so they are made anew."""

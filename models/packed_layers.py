@@ -7,7 +7,7 @@ is the caller's (`packed_cuda`).
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,12 +49,20 @@ class Decoder:
 
     Args:
         hf_model: loses its weights one after another, so that never more than one is there twice.
-        vocab_size: rows of the head that are kept.
+        vocab_size: width of the logits; the head has so many rows, unless `head_ids` names fewer.
         pack, pack_head: make a `Matrix` of one in `dtype` on `device`.
+        head_ids: the only tokens that get a logit, for a draft; the others get -inf.
     """
 
     def __init__(
-        self, hf_model: Any, device: str, dtype: torch.dtype, vocab_size: int, pack: Pack, pack_head: Pack
+        self,
+        hf_model: Any,
+        device: str,
+        dtype: torch.dtype,
+        vocab_size: int,
+        pack: Pack,
+        pack_head: Pack,
+        head_ids: Sequence[int] | None = None,
     ) -> None:
         config = hf_model.config
         self.heads, self.kv_heads, self.head_dim = (
@@ -65,7 +73,7 @@ class Decoder:
         self.dtype, self.device = dtype, device
         self.shape = Shape(self.heads, self.kv_heads, self.head_dim, config.rms_norm_eps, _by_layer_norm(device, dtype))
         self.filled_rows = 2
-        self._pack = pack
+        self._pack, self._vocab_size = pack, vocab_size
         rotary = hf_model.model.rotary_emb
         self.rotation = Rotation(
             rotary.inv_freq, rotary.attention_scaling, self.heads, self.kv_heads, self.head_dim**-0.5, device
@@ -76,7 +84,9 @@ class Decoder:
             head, embedding = hf_model.lm_head, hf_model.model.embed_tokens
             # a copy: what transformers loaded may be a view of its whole file, which would stay in memory with it
             self.embedding = embedding.weight.detach().to(device, dtype, copy=True)
-            self.head = pack_head(self._move(head.weight)[:vocab_size], None)
+            rows = self._move(head.weight)[:vocab_size]
+            self._head_ids = None if head_ids is None else torch.tensor(head_ids, device=device)
+            self.head = pack_head(rows if self._head_ids is None else rows[self._head_ids], None)
             embedding.weight = head.weight = None
         self._run = _compiled(self.layers, self.shape) if device == "cpu" else None
 
@@ -112,8 +122,18 @@ class Decoder:
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits after tokens, (tokens, vocab_size)."""
-        return multiply(rms_norm(hidden, self._final_norm, self.shape), self.head, self.filled_rows)
+        """Logits after tokens, (tokens, vocab_size); of a head with fewer rows in float32 on CPU."""
+        logits = multiply(self.states(hidden), self.head, self.filled_rows)
+        if self._head_ids is None:
+            return logits
+        if self.device == "cpu":
+            logits = logits.float()  # before they are spread, since there are fewer of them
+        spread = logits.new_full((len(logits), self._vocab_size), -torch.inf)
+        return spread.index_copy_(1, self._head_ids, logits)
+
+    def states(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the head multiplies: hidden states after the final norm, (tokens, width)."""
+        return rms_norm(hidden, self._final_norm, self.shape)
 
     def _move(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.detach().to(self.device, self.dtype)

@@ -63,12 +63,25 @@ class RowLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes the new keys and values; returns those of all slots that the queries may see."""
-        if not self.is_initialized:
+        if self.is_initialized:
+            self.grow()
+        else:
             self.lazy_initialization(key_states, value_states)
-        elif self.reserved[0] > self.keys.shape[0] or self.reserved[1] > self.keys.shape[2]:  # type: ignore[union-attr]
-            self.keys, self.values = self._room(key_states, self.keys), self._room(value_states, self.values)
         self.written = True
         return self._exchange(self.keys, key_states), self._exchange(self.values, value_states)
+
+    def grow(self) -> None:
+        """Makes the room that was reserved meanwhile, and keeps what is there."""
+        assert self.keys is not None
+        assert self.values is not None
+        if self.reserved[0] > self.keys.shape[0] or self.reserved[1] > self.keys.shape[2]:
+            self.keys, self.values = self._room(self.keys, self.keys), self._room(self.values, self.values)
+
+    def copy(self, source: int, to: int, start: int, end: int) -> None:
+        """Copies the positions from `start` to `end` of one row into another."""
+        self.grow()
+        for room in (self.keys, self.values):
+            room[to, :, start:end] = room[source, :, start:end]  # type: ignore[index]
 
     def _room(self, like: torch.Tensor, old: torch.Tensor | None = None) -> torch.Tensor:
         # zeros, not empty: a masked slot has weight 0, and 0 times a stray NaN is NaN
@@ -132,6 +145,11 @@ class RowCache(Cache):
     def complete(self) -> bool:
         """Whether every layer took its keys and values in the forward since `begin`."""
         return all(layer.written for layer in self.row_layers)
+
+    def copy(self, source: int, to: int, start: int, end: int) -> None:
+        """Copies the positions from `start` to `end` of one row into another, in every layer."""
+        for layer in self.row_layers:
+            layer.copy(source, to, start, end)
 
     def release(self) -> None:
         """Frees the memory."""

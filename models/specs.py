@@ -15,6 +15,8 @@ BUILTIN: dict[str, str] = {
     "tiny-draft": "a draft for tiny: its first layer, agrees with it on about two tokens of three",
 }
 QUANTISED = ("int4", "int8")
+DRAFT_FILE = "draft.json"  # in a folder that `specbench distill` wrote
+SHIPPED = "distilled"
 WAY_OUT = 'A hub id looks like "org/name", a folder like "./name". See: specbench list models'
 
 _HUB = re.compile(r"(?P<id>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
@@ -26,15 +28,16 @@ class ModelSpec:
 
     Attributes:
         text: as it was given, for messages and records.
-        kind: `hub`, `folder` (of transformers files), `gguf` (one file), `builtin`, or `self`: the other model of
-            the pair again, quantised.
-        location: hub id, path, name of the built-in model; empty for `self`.
+        kind: `hub`, `folder` (of transformers files), `gguf` (one file), `builtin`; `self`: the other model of the
+            pair again, quantised; or `distilled`: a draft that shares embedding and head with its target.
+        location: hub id, path, name of the built-in model; empty for `self`, and for a distilled draft that comes
+            with specbench.
         revision: branch, tag or commit of a hub id; None for the default branch.
         quant: the weights' quantisation for `self`, else None.
     """
 
     text: str
-    kind: Literal["hub", "folder", "gguf", "builtin", "self"]
+    kind: Literal["hub", "folder", "gguf", "builtin", "self", "distilled"]
     location: str
     revision: str | None = None
     quant: str | None = None
@@ -44,7 +47,8 @@ class ModelSpec:
 
 
 def parse(text: str) -> ModelSpec:
-    """Reads a model spec: a built-in name, `self:int4`, a `.gguf` file, a folder, or `org/name` with `@revision`.
+    """Reads a model spec: a built-in name, `self:int4`, `distilled`, a `.gguf` file, a folder, or `org/name` with
+    `@revision`.
 
     A folder that exists comes before a hub id of the same spelling, as in transformers.
 
@@ -59,13 +63,16 @@ def parse(text: str) -> ModelSpec:
             raise ModelError(unknown("quantisation", quant, QUANTISED, 'Write "self:int4".'))
         return ModelSpec(text, "self", "", quant=quant)
 
+    if text == SHIPPED:
+        return ModelSpec(text, "distilled", "")
+
     path = Path(text).expanduser()
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
             raise ModelError(f'no file "{text}"; give the path of a .gguf file')
         return ModelSpec(text, "gguf", str(path))
     if text and path.is_dir() and (path / "config.json").is_file():
-        return ModelSpec(text, "folder", str(path))
+        return ModelSpec(text, "distilled" if (path / DRAFT_FILE).is_file() else "folder", str(path))
     if path.is_absolute() or text.startswith((".", "~")) or (text and path.exists() and "/" not in text):
         what = "no config.json in" if path.is_dir() else "no model folder" if not path.exists() else "no model in"
         raise ModelError(f'{what} "{text}"; give a folder that save_pretrained wrote, or a .gguf file')

@@ -111,6 +111,18 @@ class TransformersModel(CachedModel):
             return logits.flatten(0, 1)
         return torch.cat([logits[i, -wanted:] for i, wanted in enumerate(lasts)])
 
+    @torch.inference_mode()
+    def copy_row(self, source: int, to: int) -> None:
+        self.check_copy(source, to)
+        self.reserve(max(source, to) + 1, 0)
+        length = self._lengths[source]
+        shared = common_prefix(self._ids[to, : self._lengths[to]], self._ids[source, :length])
+        self._lengths[to] = shared
+        if shared < length:
+            self._cache.copy(source, to, shared, length)
+            self._ids[to, shared:length] = self._ids[source, shared:length]
+            self._lengths[to] = length
+
     def reset(self) -> None:
         self._lengths = [0] * len(self._lengths)
 

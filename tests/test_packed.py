@@ -178,6 +178,31 @@ def test_a_cached_context_is_not_computed_again():
     assert runtime.last_forward_ns == runtime.trace[-1].end_ns - runtime.trace[-1].start_ns > 0
 
 
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=needs_bf16)])
+def test_a_copied_row_goes_on_as_the_row_it_was_copied_from(dtype):
+    """Into a row that is new, a row that holds another text, and one that shares a part; only the tail is computed."""
+    runtime = packed(make("qwen2", dtype), dtype)
+    ids, other = text(70), text(40, seed=1)
+    runtime.advance([ids])
+    runtime.copy_row(0, 2)
+    runtime.trace = []
+    continued = runtime.advance([np.append(ids, [3, 4])], last=2, rows=[2])
+    assert runtime.trace[0].new_tokens == 2
+    assert torch.equal(runtime.advance([np.append(ids, [3, 4])], last=2), continued)
+    runtime.advance([other], rows=[1])
+    runtime.copy_row(0, 1)
+    assert torch.equal(runtime.advance([np.append(ids, [3, 4, 5])], rows=[1]), runtime.advance([[*ids, 3, 4, 5]]))
+    runtime.advance([np.append(ids[:50], other)], rows=[1])
+    runtime.copy_row(0, 1)
+    runtime.trace.clear()
+    both = [np.append(ids, [3, 4, 5, 6])] * 2
+    first, second = runtime.advance(both)
+    assert torch.equal(first, second)
+    assert runtime.trace[0].new_tokens == 2
+    with pytest.raises(ValueError, match="at most 256 row"):
+        runtime.copy_row(0, 256)
+
+
 def test_a_failed_forward_leaves_no_stale_cache():
     runtime = packed(make())
     ids = text(20)

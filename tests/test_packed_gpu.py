@@ -72,6 +72,23 @@ def test_static_buffers_agree_with_transformers(kind, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_static_copied_row_goes_on_as_the_row_it_was_copied_from(device):
+    runtime = static(make(), device)
+    ids = text(300)
+    runtime.advance([ids])
+    runtime.advance([text(40, seed=1)], rows=[1])
+    for to in (1, 3):
+        runtime.copy_row(0, to)
+        runtime.trace = []
+        first, second = runtime.advance([np.append(ids, [3, 4])] * 2, rows=[0, to]).clone()
+        assert (first - second).abs().max() <= 1e-4 * first.abs().max()
+        assert runtime.trace[0].new_tokens == 4
+        runtime.advance([ids])
+    alone = runtime.advance([np.append(ids, [5])]).cpu()
+    assert (alone - forward(make(), np.append(ids, [5]))[-1]).abs().max() <= 5e-3 * alone.abs().max()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("exact", [False, True])
 def test_static_ragged_rows_equal_fresh_forwards(device, exact):
     """Rows that are not named compute padding and must not be disturbed by it."""

@@ -103,6 +103,26 @@ def test_each_row_of_a_ragged_batch_equals_its_own_single_run(architecture):
     fuzz(model, rows=3, steps=5, seed=4)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_a_copied_row_goes_on_as_the_row_it_was_copied_from(architecture):
+    model = make(RAGGED[architecture]())
+    model.copy_row(0, 1)  # nothing is cached yet, and nothing is copied
+    ids = np.random.default_rng(1).integers(0, VOCAB, 30)
+    model.advance([ids])
+    model.advance([ids[::-1].copy()], rows=[1])
+    for to in (1, 4):
+        model.copy_row(0, to)
+        model.trace = []
+        first, second = model.advance([np.append(ids, [3, 4, 5])] * 2, 3, [0, to]).split(3)
+        assert model.trace[0].new_tokens == 6
+        assert torch.equal(first, second)
+        agrees(first, afresh(model, np.append(ids, [3, 4, 5]), 3))
+        model.advance([ids])
+    assert make(ONE_ROW["bloom"][0]()).max_rows == 1
+    with pytest.raises(ValueError, match=r"at most 1 row"):
+        make(ONE_ROW["bloom"][0]()).copy_row(0, 1)
+
+
 @pytest.mark.parametrize("architecture", ONE_ROW)
 def test_architecture_that_cannot_be_ragged_says_so(architecture):
     """D37: no silent loop and no wrong row; one row at a time is right."""

@@ -59,6 +59,10 @@ class TableModel(CachedModel):
             self.trace.append(Forward(0, 1, len(rows), sum(new)))
         return torch.cat(out)
 
+    def copy_row(self, source: int, to: int) -> None:
+        self.check_copy(source, to)
+        self.cache[to] = self.cache.get(source, np.empty(0, np.int64)).copy()
+
     def reset(self) -> None:
         self.cache.clear()
 
@@ -99,6 +103,11 @@ def requests(count: int, vocab: int, limit: int = 24, seed: int = 0, longest: in
         )
         for _ in range(count)
     ]
+
+
+def batch_of(strategy: type[Strategy], wanted: int) -> int:
+    """`wanted` rows, or as many as the strategy can run."""
+    return min(wanted, strategy.max_batch or wanted)
 
 
 def decode(strategy: Strategy, asked: Sequence[Request], sampling: Sampling, batch: int = 1) -> list[list[int]]:
