@@ -7,6 +7,7 @@
         TaskError             a data set that cannot be found or read
         RunFolderError        a run folder that exists, is foreign, truncated or of another schema
       StrategyError           a strategy broke its contract while it ran
+      WorkerError             a worker process died, hung or raised; the message names its role
       MeasurementError        nothing measured, or nothing that can be compared
 
 This module stands below every other one; it is the only one that all folders may import. A message says what,
@@ -44,6 +45,10 @@ class RunFolderError(UsageError):
 
 
 class StrategyError(SpecbenchError):
+    pass
+
+
+class WorkerError(SpecbenchError):
     pass
 
 

@@ -91,45 +91,145 @@ def _ranges(cores: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Placement:
-    """Which role runs where, and with how many threads."""
+    """Which role runs where, and with how many threads.
+
+    Attributes:
+        devices: of the roles that were named, the target's always.
+        counts: threads per CPU device; of the target's GPU where no role is on a CPU.
+    """
 
     devices: Mapping[str, Device]
-    threads: int
+    counts: Mapping[Device, int]
 
     def of(self, role: str) -> Device:
-        return self.devices.get(role, self.devices["target"])
+        """A role that is not named sits with the first draft, if that is named, else with the target."""
+        if role in self.devices:
+            return self.devices[role]
+        return self.devices["draft"] if role != "target" and "draft" in self.devices else self.devices["target"]
+
+    def threads_of(self, role: str) -> int:
+        """OpenMP threads of the process that the role runs in; the target's launches kernels where it is on a GPU."""
+        device = self.of(role)
+        return self.counts.get(device, default_threads(self.main_cores) if role == "target" else 1)
+
+    @property
+    def threads(self) -> int:
+        """Of the target's process, which is ours."""
+        return self.threads_of("target")
+
+    @property
+    def main_cores(self) -> tuple[int, ...]:
+        """The cores of our own process: the target's, or, where that is on a GPU, those that no other role has."""
+        target = self.of("target")
+        if target.kind == "cpu":
+            return target.cores or available_cores()
+        taken = {core for device in self.devices.values() if device.kind == "cpu" for core in device.cores}
+        return tuple(core for core in available_cores() if core not in taken)
 
 
 def parse_placement(text: str, threads: int | None = None) -> Placement:
-    """`target=cuda:0,draft=cpu:0-7`; a bare device is the target's; a role that is not named follows the target.
+    """`target=cuda:0,draft=cpu:1-7`; a bare device is the target's.
 
-    Raises PlacementError for a role named twice, a device that is not there, or more threads than cores.
+    Args:
+        threads: of the target's cores, or, where the target is on a GPU, of the first draft's; by default one per
+            physical core. Other core sets are used whole.
+
+    Raises:
+        PlacementError: a role that is not one or is placed twice, a device that is not there, core sets that overlap,
+            more threads than cores or than the cgroup lets run, or no core left to launch a GPU's kernels from.
     """
     devices: dict[str, Device] = {}
-    for part in filter(None, re.split(r",(?=\s*[a-z]+\s*=)", text.strip())):
+    for part in filter(None, re.split(r",(?=\s*[a-z]+\d*\s*=)", text.strip())):
         role, equals, device = part.partition("=")
         if not equals:
             role, device = "target", part
         role = role.strip()
-        if role not in ("target", "draft"):
-            raise PlacementError(f'"{part}": "{role}" is not a role; the roles are target and draft')
+        if not re.fullmatch(r"target|draft([2-9]|[1-9]\d+)?", role):
+            raise PlacementError(f'"{part}": "{role}" is not a role; the roles are target, draft, draft2, ...')
         if role in devices:
             raise PlacementError(f'"{text}": {role} is placed twice')
         devices[role] = parse_device(device)
     devices.setdefault("target", Device("cpu"))
-    sets = {device.cores for device in devices.values() if device.kind == "cpu"}
-    if len(sets) > 1:
-        # One process has one core set; a second one needs a worker process of its own.
+    if devices["target"].kind == "cuda":
+        devices = _leave_a_core(devices)
+    _check_overlap(devices)
+    return Placement(devices, _count_threads(devices, threads))
+
+
+def _leave_a_core(devices: dict[str, Device]) -> dict[str, Device]:
+    """With the target on a GPU, our process needs a core to launch kernels from: a draft on `cpu` leaves it the first
+    one, so that a worker does not stand in its way."""
+    cores = available_cores()
+    rest = Device("cpu", cores[1:])
+    left = {role: rest if device == Device("cpu") else device for role, device in devices.items()}
+    taken = {core for device in left.values() for core in device.cores}
+    if taken >= set(cores) or (rest in left.values() and len(cores) < 2):
+        target = devices["target"]
+        way_out = f"draft=cpu:{_ranges(cores[1:])}" if len(cores) > 1 else f"draft={target}"
         raise PlacementError(
-            f'"{text}": two different core sets need a worker process each, which no strategy here starts yet; '
-            "give both roles the same cores, or one of them a GPU"
+            f"every core ({len(cores)}) is placed, and none is left to launch the kernels of target={target} from; "
+            f"leave one out, as in {way_out}"
         )
-    cores = next(iter(sets), ()) or tuple(available_cores())
-    if threads is None:
-        threads = default_threads(cores)
-    if not 1 <= threads <= len(cores):
-        raise PlacementError(f"--threads {threads}: from 1 to {len(cores)}, the cores that may be used here")
-    return Placement(devices, threads)
+    return left
+
+
+def _check_overlap(devices: Mapping[str, Device]) -> None:
+    placed = [(role, device) for role, device in devices.items() if device.kind == "cpu"]
+    for at, (role, device) in enumerate(placed):
+        for other_role, other in placed[:at]:
+            shared = set(device.cores or available_cores()) & set(other.cores or available_cores())
+            if shared and device != other:
+                raise PlacementError(
+                    f"{other_role}={other} and {role}={device} share core {_ranges(sorted(shared))}; give both the "
+                    "same cores, or cores that do not overlap"
+                )
+
+
+def _count_threads(devices: Mapping[str, Device], threads: int | None) -> dict[Device, int]:
+    """Threads per CPU device. The flag is for the first one, the target's before a draft's."""
+    order = sorted(devices, key=lambda role: (role != "target", role))
+    counts: dict[Device, int] = {}
+    for device in (devices[role] for role in order if devices[role].kind == "cpu"):
+        if device not in counts:
+            cores = device.cores or available_cores()
+            counts[device] = default_threads(cores) if threads is None or counts else threads
+            if not 1 <= counts[device] <= len(cores):
+                raise PlacementError(
+                    f"--threads {threads}: from 1 to {len(cores)}, the cores that may be used on {device}"
+                )
+    if not counts:  # all on GPUs: threads of the process that launches the kernels
+        counts[devices["target"]] = threads or default_threads(available_cores())
+        if counts[devices["target"]] > len(available_cores()):
+            raise PlacementError(f"--threads {threads}: from 1 to {len(available_cores())}, the cores that may be used")
+    limit, total = cgroup_cpu_limit(), sum(counts.values())
+    if len(counts) > 1 and limit is not None and total > limit:
+        each = " + ".join(str(count) for count in counts.values())
+        raise PlacementError(
+            f"{' and '.join(map(str, counts))}: {each} threads at once, but this container may take {limit:g} cores of "
+            "time; name fewer cores"
+        )
+    return counts
+
+
+def split(cores: Sequence[int]) -> tuple[Device, Device]:
+    """Two core sets for two roles that work at once: half of the physical cores each, the first one the larger.
+
+    No more cores than the cgroup lets run. Raises PlacementError where there are not two.
+    """
+    limit = cgroup_cpu_limit()
+    groups: dict[str, list[int]] = {}
+    for core in cores:
+        groups.setdefault(_siblings(core), []).append(core)
+    units = list(groups.values()) if len(groups) > 1 else [[core] for core in cores]
+    units = units[: math.floor(limit)] if limit else units
+    if len(units) < 2:
+        raise PlacementError(
+            f"two roles that work at the same time need two cores; there is {len(units) or 1} here"
+            + (f" (the container may take {limit:g} cores of time)" if limit and limit < 2 else "")
+        )
+    half = (len(units) + 1) // 2
+    first, second = (tuple(sorted(core for unit in part for core in unit)) for part in (units[:half], units[half:]))
+    return Device("cpu", first), Device("cpu", second)
 
 
 @functools.cache
@@ -156,14 +256,14 @@ def cgroup_cpu_limit(root: Path = Path("/sys/fs/cgroup")) -> float | None:
 
 def physical_cores(cores: Sequence[int]) -> int:
     """How many of the cores are not SMT siblings of one another."""
-    siblings = set()
-    for core in cores:
-        try:
-            path = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
-            siblings.add(path.read_text().strip())
-        except OSError:
-            siblings.add(str(core))
-    return len(siblings)
+    return len({_siblings(core) for core in cores})
+
+
+def _siblings(core: int) -> str:
+    try:
+        return Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text().strip()
+    except OSError:
+        return str(core)
 
 
 def default_threads(cores: Sequence[int]) -> int:
@@ -172,20 +272,39 @@ def default_threads(cores: Sequence[int]) -> int:
     return max(1, min(physical_cores(cores), math.floor(limit) if limit else len(cores)))
 
 
+def share_a_core(ours: Sequence[int], theirs: Sequence[int]) -> bool:
+    """Whether two core sets have a physical core in common; SMT siblings are one."""
+    return physical_cores([*ours, *theirs]) < physical_cores(ours) + physical_cores(theirs)
+
+
+def bind(cores: Sequence[int], threads: int) -> None:
+    """Binds this process to cores, and tells OpenMP its threads before torch is imported. For worker processes."""
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
+    _set_affinity(cores)
+
+
 def apply(placement: Placement) -> None:
-    """Sets this process's affinity and torch's threads, and switches off shortcuts in precision. Once per process."""
+    """Binds this process to the target's cores and sets torch up. Once per process."""
+    _set_affinity(placement.main_cores)
+    set_up_torch(placement.threads)
+
+
+def set_up_torch(threads: int) -> None:
+    """Sets torch's threads, and switches off shortcuts in precision. In our process and in every worker alike."""
     import torch
 
-    cpu = next((device for device in placement.devices.values() if device.kind == "cpu"), None)
-    if cpu is not None and hasattr(os, "sched_setaffinity"):
-        for thread in _threads():  # OpenMP's threads may be there already, and each has an affinity of its own
-            with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(thread, cpu.cores or available_cores())
-    torch.set_num_threads(placement.threads)
+    torch.set_num_threads(threads)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+def _set_affinity(cores: Sequence[int]) -> None:
+    if hasattr(os, "sched_setaffinity"):
+        for thread in _threads():  # OpenMP's threads may be there already, and each has an affinity of its own
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(thread, cores)
 
 
 def _threads() -> list[int]:

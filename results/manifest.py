@@ -127,7 +127,7 @@ def describe_arm(
         roles[role] = {
             "model": prepared.infos[role].name,
             "device": str(device),
-            "threads": placement.threads if device.kind == "cpu" else None,
+            "threads": placement.threads_of(role) if device.kind == "cpu" else None,
             "dtype": model.dtype,
             "runtime": model.runtime,
             "fingerprint": prepared.infos[role].fingerprint,

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import UsageError, unknown
-from ..hardware.devices import Placement, check_gpus, parse_placement
+from ..errors import PlacementError, UsageError, unknown
+from ..hardware.devices import Device, Placement, available_cores, check_gpus, parse_placement, share_a_core, split
+from ..models.draft_options import DraftOptions
 from ..options import build
 from ..strategies import registry as strategies
 from ..strategies.base import Strategy
@@ -114,6 +115,10 @@ class Plan:
         names = [name.strip() for name in (self.draft or "").split(",") if name.strip()]
         return {f"draft{number}" if number > 1 else "draft": name for number, name in enumerate(names, 1)}
 
+    def draft_options(self, role: str) -> DraftOptions:
+        """What `--option draft.key=value` (of a second draft `draft2.key=value`) asks of a draft. Raises UsageError."""
+        return build(DraftOptions, self.options.get(role, {}), f'model "{role}"')
+
     def sampling(self, eos: tuple[int, ...] = ()) -> Sampling:
         return Sampling(
             temperature=self.temperature,
@@ -194,11 +199,20 @@ class Checked:
     arms: tuple[Arm, ...]
     tasks: tuple[tuple[str, Task], ...]
     placement: Placement
+    notes: tuple[str, ...] = ()
 
     @property
     def roles(self) -> set[str]:
-        roles = {role for arm in self.arms for role in arm.strategy.roles}
-        return roles | {r for arm in self.arms for r in arm.strategy.optional_roles if r in self.plan.drafts}
+        return {role for arm in self.arms for role in self.roles_of(arm)}
+
+    def roles_of(self, arm: Arm) -> list[str]:
+        """The roles of an arm, those that it can do without where there is a model for them."""
+        return [*arm.strategy.roles, *(role for role in arm.strategy.optional_roles if role in self.plan.drafts)]
+
+    def in_worker(self, arm: Arm, role: str) -> bool:
+        """Whether the model of a role has a process of its own: on another device than the target, or at work while
+        the target is."""
+        return role != "target" and (arm.strategy.apart or self.placement.of(role) != self.placement.of("target"))
 
 
 def check(plan: Plan) -> Checked:
@@ -207,26 +221,84 @@ def check(plan: Plan) -> Checked:
     Raises:
         UsageError, PlacementError, TaskError: one clear line.
     """
-    known = set(strategies.names()) | {name.partition(":")[0] for name in plan.task} | set(tasks.names())
+    roles = set(plan.drafts)
+    known = set(strategies.names()) | {name.partition(":")[0] for name in plan.task} | set(tasks.names()) | {"draft"}
+    known |= roles
     for name in plan.options:
         if name not in known:
             raise UsageError(unknown("name in --option", name, known))
     arms = tuple(_arms(plan))
-    used = {arm.name for arm in arms} | {name.partition(":")[0] for name in plan.task}
+    used = {arm.name for arm in arms} | {name.partition(":")[0] for name in plan.task} | roles
     for name in plan.options:
         if name not in used:
             raise UsageError(f'--option {name}.…: "{name}" is not part of this run ({", ".join(sorted(used))})')
-    placement = parse_placement(plan.place, plan.threads)
+    placement, notes = _place(plan, arms)
     check_gpus(placement)
     if plan.exact and placement.of("target").kind == "cpu" and plan.dtype != "bfloat16":
         raise UsageError("--exact: bits are kept in bfloat16 on CPU, without it; in float32 tokens are, but not bits")
     if plan.require_lossless:
         _check_comparable(plan, arms)
-    checked = Checked(plan, arms, tuple((name, _task(plan, name)) for name in plan.task), placement)
+    checked = Checked(plan, arms, tuple((name, _task(plan, name)) for name in plan.task), placement, notes)
     _check_roles(checked)
+    _check_devices(checked)
     for _, task in checked.tasks:
         task.check()
     return checked
+
+
+def _place(plan: Plan, arms: tuple[Arm, ...]) -> tuple[Placement, tuple[str, ...]]:
+    """Which role runs where, and what the user should know of it.
+
+    Without a word about it, a run with a strategy whose two models work at the same time gets half of the cores for
+    each of them, in all of its arms.
+    """
+    placement, notes = parse_placement(plan.place, plan.threads), []
+    target, draft = placement.of("target"), placement.of("draft")
+    apart = [arm.name for arm in arms if arm.strategy.apart]
+    if apart and target == draft and target.kind == "cpu":
+        halves = "target={},draft={}".format(*split(available_cores()))
+        if target != Device("cpu") or len(placement.devices) > 1:
+            raise PlacementError(
+                f"--place {plan.place}: {', '.join(apart)} runs both models at the same time, and they need cores of "
+                f"their own, as in --place {halves}"
+            )
+        placement = parse_placement(halves, plan.threads)
+        target, draft = placement.of("target"), placement.of("draft")
+        alone = ", ".join(arm.name for arm in arms if "draft" not in arm.strategy.roles)
+        notes.append(
+            f"{', '.join(apart)} runs both models at the same time; every arm of this run is placed as --place {halves}"
+            + (f", so {alone} uses {len(target.cores)} of {len(available_cores())} cores" if alone else "")
+        )
+    if target != draft and target.kind == draft.kind == "cpu" and share_a_core(target.cores, draft.cores):
+        notes.append(f"{target} and {draft} are threads of the same physical core and slow each other down")
+    return placement, tuple(notes)
+
+
+def _check_devices(checked: Checked) -> None:
+    """What cannot be done with models on different devices. Raises UsageError."""
+    plan, placement = checked.plan, checked.placement
+    for role in placement.devices:
+        if role != "target" and role not in checked.roles:
+            raise UsageError(f"--place {plan.place}: no strategy of this run uses a {role} model")
+    for arm in checked.arms:
+        drafts = [role for role in checked.roles_of(arm) if role != "target" and checked.in_worker(arm, role)]
+        if not drafts:
+            continue
+        where = f"target={placement.of('target')}, draft={placement.of('draft')}"
+        if arm.engine != "specbench" and getattr(arm.options, "method", "auto") in ("auto", "draft"):
+            raise UsageError(
+                f"{arm.name}: runs both models in one process, and here they are apart ({where}); place them together, "
+                f"or use --option {arm.name}.method=lookup"
+            )
+        sampling = plan.sampling()
+        if not sampling.greedy and sampling.verify == "rejection":
+            raise UsageError(
+                f"{arm.name}: --verify rejection would have to send the draft's probabilities from one device to "
+                f"another ({where}); place both together, or use --verify coupled, which needs none"
+            )
+        devices = dict.fromkeys(str(placement.of(role)) for role in checked.roles_of(arm) if role != "target")
+        if len(devices) > 1:
+            raise UsageError(f"{arm.name}: its drafts have to be on one device, not {', '.join(devices)}")
 
 
 def _check_comparable(plan: Plan, arms: tuple[Arm, ...]) -> None:
@@ -272,6 +344,10 @@ def _check_roles(checked: Checked) -> None:
     for arm in checked.arms:
         if "draft" in arm.strategy.roles and not plan.draft:
             raise UsageError(f"{arm.name}: needs a draft model; name one with --draft. See: specbench list models")
+    for role in plan.drafts:
+        options = plan.draft_options(role)
+        if options != DraftOptions() and plan.runtime == "transformers":
+            raise UsageError(f"--option {role}.…: needs the packed runtime, not --runtime transformers")
     for draft in plan.drafts.values():
         if draft.startswith("self:") and (plan.draft_quant or plan.runtime == "transformers"):
             other = "--draft-quant" if plan.draft_quant else "--runtime transformers"
@@ -279,16 +355,15 @@ def _check_roles(checked: Checked) -> None:
     if plan.draft_quant and not plan.draft:
         raise UsageError(f"--draft-quant {plan.draft_quant}: there is no draft model; name one with --draft")
     for arm in checked.arms:
-        if arm.engine != "specbench" and (plan.target_quant or plan.draft_quant):
+        if arm.engine != "specbench" and (plan.target_quant or plan.draft_quant or plan.options.keys() & plan.drafts):
             raise UsageError(
-                f"{arm.name}: runs {arm.engine}' own models, which --target-quant and --draft-quant do not touch"
+                f"{arm.name}: runs {arm.engine}' own models, which --target-quant, --draft-quant and --option draft.… "
+                "do not touch"
             )
     if plan.draft and "draft" not in checked.roles:
         raise UsageError(f"--draft {plan.draft}: no strategy of this run uses a draft model")
     if unused := [name for role, name in plan.drafts.items() if role not in checked.roles]:
         raise UsageError(f"--draft {plan.draft}: no strategy of this run uses more than one draft ({unused[0]})")
-    if "draft" in checked.placement.devices and "draft" not in checked.roles:
-        raise UsageError(f"--place {plan.place}: no strategy of this run uses a draft model")
 
 
 def to_json(plan: Plan) -> dict[str, Any]:

@@ -5,15 +5,15 @@ Templates and tokenisation run here, once, untimed; every arm gets the same ids.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..errors import MeasurementError, UsageError
+from ..models.drafts import describe_draft
 from ..models.info import ModelInfo, describe
 from ..models.load import check_cache, check_pair, check_runtime
-from ..models.specs import ModelSpec, parse
+from ..models.specs import parse
 from ..models.tokenizer import TextCodec
 from ..tasks.base import Prompt
 from .listener import Listener
@@ -117,16 +117,19 @@ def prepare(checked: Checked, listener: Listener) -> Prepared:
         MeasurementError: the tasks hold no prompt.
     """
     plan = checked.plan
+    for note in checked.notes:
+        listener.note(note)
     specs = {"target": plan.target, **plan.drafts}
     infos = {}
     for role in (role for role in specs if role in checked.roles):
         name = specs[role]
         listener.stage(f"looking up {role} {name}")
         spec = parse(name)
-        if spec.kind == "self" and role != "target":  # the target's own weights, quantised: nothing else to look up
-            infos[role] = self_draft(infos["target"], spec, role)
-            continue
-        infos[role] = describe(spec, role, progress=listener.note)
+        if role == "target":
+            infos[role] = describe(spec, role, progress=listener.note)
+        else:
+            options = plan.draft_options(role)
+            infos[role] = describe_draft(spec, infos["target"], role, options, plan.draft_quant, listener.note)
         check_cache(infos[role])
     listener.stage("reading tasks")
     codec = infos["target"].codec
@@ -154,12 +157,6 @@ def prepare(checked: Checked, listener: Listener) -> Prepared:
     if outside := [token for token in plan.suppress_tokens if not 0 <= token < prepared.vocab_size]:
         raise UsageError(f"--suppress-tokens {outside[0]}: the vocabulary goes from 0 to {prepared.vocab_size - 1}")
     return prepared
-
-
-def self_draft(target: ModelInfo, spec: ModelSpec, role: str) -> ModelInfo:
-    """The target as its own draft, in the quantised form that the spec names."""
-    spec = dataclasses.replace(target.spec, text=spec.text, quant=spec.quant)
-    return dataclasses.replace(target, spec=spec, role=role, fingerprint=f"{target.fingerprint}:{spec.quant}")
 
 
 def _dtype(plan: Plan, checked: Checked) -> str:

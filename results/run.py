@@ -8,25 +8,27 @@ speed.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..errors import RunFolderError, UsageError
+from ..errors import MeasurementError, RunFolderError, UsageError, WorkerError
 from ..hardware import devices, environment
-from ..hardware.clock import Clock, drain_for
+from ..hardware.clock import Clock, Drain, drain_for
 from ..models.base import CachedModel
 from ..models.info import ModelInfo
 from ..models.load import load
+from ..models.remote import ModelWorker, RemoteModel, load_remote, peak_memory_bytes, reset_peak_memory
 from ..strategies.base import Request, Row, Strategy
 from ..strategies.verify import Verifier
 from ..tasks import warmup
@@ -34,7 +36,7 @@ from . import lossless
 from .listener import Listener
 from .manifest import check_same_work, describe_arm, different_environment, new_manifest, now
 from .measure import Ending, Outcome, measure
-from .plan import BASELINE, Plan, check, to_json
+from .plan import BASELINE, Arm, Plan, check, to_json
 from .prepare import Prepared, Turn, prepare
 from .records import SAMPLES, RunFolder, Sample, SampleWriter
 from .summary import Summary, summarise
@@ -73,8 +75,19 @@ def validate(plan: Plan, listener: Listener | None = None) -> Prepared:
 class Models:
     """Where a run gets its models, and gives them back. A sweep keeps them for the next run."""
 
-    def load(self, info: ModelInfo, **how: Any) -> CachedModel:
-        return load(info, **how)
+    def __init__(self) -> None:
+        self.workers: dict[tuple[devices.Device, int], ModelWorker] = {}
+
+    def load(
+        self, info: ModelInfo, device: str, apart: tuple[devices.Device, int] | None = None, **how: Any
+    ) -> CachedModel:
+        """A model of this process; or, with `apart`, one in the worker on that device, with so many threads."""
+        if apart is None:
+            return load(info, device=device, **how)
+        worker = self.workers.get(apart)
+        model = load_remote(info, info.role, *apart, **how, worker=worker if worker and worker.alive else None)
+        self.workers[apart] = model.worker
+        return model
 
     def release(self, model: CachedModel) -> None:
         model.close()
@@ -94,6 +107,7 @@ def run(
     Raises:
         UsageError and its kin: before anything was measured or written.
         MeasurementError: nothing could be measured; the records are kept.
+        WorkerError: a worker process died or hangs. What was measured is kept and summarised.
     """
     listener = listener or Listener()
     prepared = validate(plan, listener)
@@ -183,8 +197,7 @@ class _Run:
         self.writer: SampleWriter | None = None
         names = [arm.name for arm in prepared.checked.arms]
         self.reference = BASELINE if BASELINE in names else names[0]
-        placement = prepared.checked.placement
-        self.drain = drain_for(device.torch_name for device in placement.devices.values())
+        self.drain = drain_for([prepared.checked.placement.of("target").torch_name])
 
     # The whole
 
@@ -207,6 +220,14 @@ class _Run:
                     raise  # there is nothing to summarise
                 interrupted = True
                 self.listener.note("interrupted; summarising what was measured (Ctrl-C again to leave at once)")
+            except WorkerError as error:
+                self.listener.end()
+                if self.writer is None or not self.done:
+                    raise
+                with contextlib.suppress(MeasurementError):
+                    self._finish(interrupted=True)
+                way_out = f"the run ends here; go on with --resume --out {self.folder.path}"
+                raise WorkerError(f"{error}; {way_out}") from error
             else:
                 self.listener.end()
             return self._finish(interrupted)
@@ -315,13 +336,14 @@ class _Run:
         placement = self.prepared.checked.placement
         devices.apply(placement)
         for arm in self.prepared.checked.arms:
-            roles = [*arm.strategy.roles, *(r for r in arm.strategy.optional_roles if self._at_hand(r, arm.engine))]
-            loaded = {role: self._model(role, arm.engine) for role in roles}
+            roles = [*arm.strategy.roles, *(r for r in arm.strategy.optional_roles if self._at_hand(r, arm))]
+            loaded = {role: self._model(role, arm) for role in roles}
             limit = min(model.max_rows for model in loaded.values())
             if self.plan.batch > limit:
                 raise UsageError(f"{arm.name}: this model runs at most {limit} row(s) at a time; lower --batch")
             strategy = arm.strategy(loaded, arm.options)
             self.arms.append(_Arm(arm.name, strategy, loaded, arm.engine))
+        self.drain = Drain((*self.drain.waits, *(worker.drain for worker in _workers(self.models.values()))))
         # What is loaded by now stays; a collection before each sample need not look at it again.
         gc.collect()
         gc.freeze()
@@ -334,28 +356,35 @@ class _Run:
             self.listener.stage(f"preparing {arm.name}")
             arm.strategy.prepare(self.plan.batch, self.prepared.needed_tokens)
 
-    def _at_hand(self, role: str, engine: str) -> bool:
-        """Whether there is a model for a role that a strategy can do without; a peer cannot take a quantised one."""
+    def _at_hand(self, role: str, arm: Arm) -> bool:
+        """Whether there is a model for a role that a strategy can do without; a peer cannot take a quantised one, nor
+        one that is in another process."""
         info = self.prepared.infos.get(role)
-        return info is not None and (engine == "specbench" or not info.spec.quant)
+        ours = arm.engine == "specbench"
+        return info is not None and (ours or not (info.spec.quant or self.prepared.checked.in_worker(arm, role)))
 
-    def _model(self, role: str, engine: str) -> CachedModel:
-        """The model of a role; a peer's engine takes the transformers runtime whatever ours uses."""
+    def _model(self, role: str, arm: Arm) -> CachedModel:
+        """The model of a role; a peer's engine takes the transformers runtime whatever ours uses. One in a worker is
+        another one than that of the same role in this process."""
+        placement, apart = self.prepared.checked.placement, self.prepared.checked.in_worker(arm, role)
+        engine = "worker" if apart else arm.engine
         if engine == "transformers":
             ours = self.models.get((role, "specbench"))
             if ours is not None and ours.runtime == "transformers":
                 return ours
         if (role, engine) not in self.models:
             info, start = self.prepared.infos[role], self.clock.now()
-            self.listener.stage(f"loading {role} {info.name}" + (" for transformers" if engine != "specbench" else ""))
+            whose = {"transformers": " for transformers", "worker": f" in a worker on {placement.of(role)}"}
+            self.listener.stage(f"loading {role} {info.name}{whose.get(engine, '')}")
             self.models[role, engine] = self.source.load(
                 info,
-                device=self.prepared.checked.placement.of(role).torch_name,
+                apart=(placement.of(role), placement.threads_of(role)) if apart else None,
+                device=placement.of(role).torch_name,
                 dtype=self.prepared.dtype,
                 runtime="transformers" if engine == "transformers" else self.plan.runtime,
                 vocab_size=self.prepared.vocab_size,
                 quant=self.prepared.quant(role),
-                exact=self.plan.exact and engine == "specbench",
+                exact=self.plan.exact and engine != "transformers",
             )
             self.manifest["load_ns"].append([role, engine, self.clock.now() - start])
         return self.models[role, engine]
@@ -421,8 +450,10 @@ class _Run:
             requests = [Request(turns[at].key, turns[at].ids, turns[at].max_new_tokens) for at in runnable]
             endings = [self._ending(turns[at]) for at in runnable]
             environment.reset_peak_memory()
+            for worker in _workers(arm.models.values()):
+                worker.call(reset_peak_memory)
             outcomes = measure(arm.strategy, requests, self.sampling, endings, self.clock, self.drain)
-            arm.peak_bytes = max(arm.peak_bytes or 0, environment.peak_memory_bytes() or 0) or None
+            arm.peak_bytes = max(arm.peak_bytes or 0, _peak_memory_bytes(arm) or 0) or None
             for at, outcome in zip(runnable, outcomes, strict=True):
                 _fill(samples[at], outcome)
                 if kind == "trace":
@@ -437,6 +468,8 @@ class _Run:
             if sample.error:
                 self.listener.warn(f"{arm.name}, {sample.task} {sample.prompt_id}: {sample.error}")
         self.listener.sample(fresh)
+        for worker in _workers(arm.models.values()):
+            worker.join()  # a sample may fail; a worker that is gone would fail all that follow
 
     def _blank(self, arm: _Arm, turn: Turn, repeat: int, kind: str) -> Sample:
         return Sample(
@@ -512,6 +545,19 @@ class _Run:
         ]
         top_gap = float(best[0] - best[1])
         return lossless.Divergence(index, top_gap if math.isfinite(top_gap) else None, max(distances), tolerance)
+
+
+def _workers(models: Iterable[CachedModel]) -> list[ModelWorker]:
+    """The worker processes that some of the models live in."""
+    return list(dict.fromkeys(model.worker for model in models if isinstance(model, RemoteModel)))
+
+
+def _peak_memory_bytes(arm: _Arm) -> int | None:
+    """Of this process and of the arm's workers together; None where one of them is not known."""
+    peaks = [environment.peak_memory_bytes()]
+    with contextlib.suppress(WorkerError):  # its sample has failed then
+        peaks += [worker.call(peak_memory_bytes) for worker in _workers(arm.models.values())]
+    return None if None in peaks else sum(peak for peak in peaks if peak)
 
 
 def _fill(sample: Sample, outcome: Outcome) -> None:

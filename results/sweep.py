@@ -9,6 +9,7 @@ an `Executor`; the one here runs them one after another in this process, and kee
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import hashlib
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol, get_type_hints
 
 from .. import __version__
-from ..errors import RunFolderError, SpecbenchError, UsageError, unknown
+from ..errors import RunFolderError, SpecbenchError, UsageError, WorkerError, unknown
 from ..models.base import CachedModel
 from ..models.info import ModelInfo
 from ..options import convert
@@ -383,6 +384,7 @@ class Shelf(runs.Models):
     another one has to be loaded, so that no more is in memory than a cell needs."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.kept: dict[tuple[Any, ...], CachedModel] = {}
         self.used: set[tuple[Any, ...]] = set()
 
@@ -401,8 +403,9 @@ class Shelf(runs.Models):
         return self.kept[key]
 
     def release(self, model: CachedModel) -> None:
-        model.trace = None
-        model.reset()
+        with contextlib.suppress(WorkerError):  # of a worker that is gone; the cell has failed with it
+            model.trace = None
+            model.reset()
 
     def close(self) -> None:
         for model in self.kept.values():

@@ -7,14 +7,16 @@ runs after the first token is out, so that it does not delay it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ..errors import UsageError
 from ..models.base import CachedModel
 from .base import Draft, Drafter, Request, Row, Step, Strategy
+from .remote import drafter_for
 from .sampling import Sampling
 from .verify import Verifier
 
@@ -44,6 +46,11 @@ class ModelDrafter(Drafter):
                 if q is not None:
                     probs[i].append(q)
         return [Draft(t, torch.stack(q) if q else None) for t, q in zip(tokens, probs, strict=True)]
+
+
+def model_drafter(models: Mapping[str, CachedModel], sampling: Sampling, options: Any) -> ModelDrafter:
+    """Made where the draft model is, see `remote.drafter_for`."""
+    return ModelDrafter(models["draft"], Verifier(sampling))
 
 
 def draft_and_verify(
@@ -87,5 +94,5 @@ class Speculative(Strategy):
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Step]:
         verifier = Verifier(sampling)
-        drafter = ModelDrafter(self.models["draft"], verifier)
+        drafter = drafter_for(self.models, ("draft",), model_drafter, sampling, self.options)
         yield from draft_and_verify(self.target, drafter, verifier, requests, self.options.draft_length)

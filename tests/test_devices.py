@@ -6,13 +6,23 @@ import pytest
 
 from specbench.errors import PlacementError
 from specbench.hardware import devices
-from specbench.hardware.devices import Device, cgroup_cpu_limit, default_threads, parse_device, parse_placement
+from specbench.hardware.devices import (
+    Device,
+    cgroup_cpu_limit,
+    default_threads,
+    parse_device,
+    parse_placement,
+    share_a_core,
+    split,
+)
 from specbench.hardware.environment import environment, peak_memory_bytes
 
 
 @pytest.fixture(autouse=True)
 def eight_cores(monkeypatch):
     monkeypatch.setattr(devices, "available_cores", lambda: tuple(range(8)))
+    monkeypatch.setattr(devices, "cgroup_cpu_limit", lambda: None)
+    monkeypatch.setattr(devices, "_siblings", str)
 
 
 @pytest.mark.parametrize(
@@ -42,8 +52,60 @@ def test_placement_of_roles():
     placement = parse_placement("target=cuda:0,draft=cpu:0-2,5")
     assert str(placement.of("target")) == "cuda:0"
     assert str(placement.of("draft")) == "cpu:0-2,5"
-    assert placement.threads == 4
+    assert (placement.threads_of("target"), placement.threads_of("draft")) == (4, 4)
+    assert placement.main_cores == (3, 4, 6, 7)
     assert str(parse_placement("cpu:1").of("draft")) == "cpu:1"  # a role that is not named follows the target
+    three = parse_placement("target=cpu:0-3,draft=cpu:4-5,draft3=cpu:6")
+    assert [str(three.of(f"draft{number}")) for number in ("", 2, 3, 4)] == ["cpu:4-5", "cpu:4-5", "cpu:6", "cpu:4-5"]
+    assert [three.threads_of(role) for role in ("target", "draft", "draft2", "draft3")] == [4, 2, 2, 1]
+    assert three.main_cores == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "draft"),
+    [
+        ("target=cuda:0,draft=cuda:1", "cuda:0", "cuda:1"),
+        ("target=cuda:0,draft=cuda:0", "cuda:0", "cuda:0"),
+        ("target=cuda:0,draft=cpu", "cuda:0", "cpu:1-7"),  # one core is left to launch kernels from
+        ("draft=cpu:4,target=cpu:0-3", "cpu:0-3", "cpu:4"),
+        ("draft=cuda:0", "cpu", "cuda:0"),
+    ],
+)
+def test_two_devices(text, target, draft):
+    placement = parse_placement(text)
+    assert (str(placement.of("target")), str(placement.of("draft"))) == (target, draft)
+    assert placement.main_cores
+
+
+def test_the_threads_flag_is_the_targets_or_where_that_is_on_a_gpu_the_drafts():
+    on_cpu = parse_placement("target=cpu:0-3,draft=cpu:4-5", threads=3)
+    assert (on_cpu.threads_of("target"), on_cpu.threads_of("draft")) == (3, 2)
+    on_gpu = parse_placement("target=cuda:0,draft=cpu:4-5", threads=1)
+    assert (on_gpu.threads_of("target"), on_gpu.threads_of("draft")) == (6, 1)
+    assert parse_placement("cuda:0", threads=2).threads == 2
+
+
+def test_cores_that_work_at_once_must_fit_the_container(monkeypatch):
+    monkeypatch.setattr(devices, "cgroup_cpu_limit", lambda: 3.5)
+    with pytest.raises(PlacementError, match=r"cpu:0-1 and cpu:2-3: 2 \+ 2 threads at once.* 3.5 cores"):
+        parse_placement("target=cpu:0-1,draft=cpu:2-3")
+    assert parse_placement("target=cpu:0-1,draft=cpu:2").threads == 2
+    assert [str(device) for device in split(range(8))] == ["cpu:0-1", "cpu:2"]
+    monkeypatch.setattr(devices, "cgroup_cpu_limit", lambda: 1.5)
+    with pytest.raises(PlacementError, match="two cores; there is 1 here .*1.5 cores of time"):
+        split(range(8))
+
+
+def test_splitting_keeps_siblings_together(monkeypatch):
+    assert [str(device) for device in split((0, 1))] == ["cpu:0", "cpu:1"]
+    assert [str(device) for device in split(range(5))] == ["cpu:0-2", "cpu:3-4"]
+    monkeypatch.setattr(devices, "_siblings", lambda core: str(core % 4))  # 0 and 4, 1 and 5, ...
+    assert [str(device) for device in split(range(8))] == ["cpu:0-1,4-5", "cpu:2-3,6-7"]
+    assert [str(device) for device in split((0, 4))] == ["cpu:0", "cpu:4"]  # better than nothing
+    assert share_a_core((0, 1), (2, 4))
+    assert not share_a_core((0, 4), (1, 2))
+    with pytest.raises(PlacementError, match="there is 1 here"):
+        split((0,))
 
 
 @pytest.mark.parametrize(
@@ -51,8 +113,14 @@ def test_placement_of_roles():
     [
         ("target=cpu:0,target=cpu:1", None, "placed twice"),
         ("judge=cpu:0", None, "not a role"),
-        ("target=cpu:0,draft=cpu:1", None, "worker process"),
+        ("target=cpu:0,draft2=cpu:1,draft1=cpu:2", None, "not a role"),
+        ("target=cpu:0-3,draft=cpu:2-5", None, "target=cpu:0-3 and draft=cpu:2-5 share core 2-3"),
+        ("target=cpu:0,draft=cpu", None, "share core 0"),
         ("target=cpu:0-1", 3, "from 1 to 2"),
+        ("target=cpu:0-1,draft=cpu:2-5", 3, "from 1 to 2"),
+        ("target=cuda:0,draft=cpu:0-7", None, r"every core \(8\) is placed.*draft=cpu:1-7"),
+        ("target=cuda:0,draft=cpu:0-3,draft2=cpu:4-7", None, "none is left to launch"),
+        ("cuda:0", 9, "from 1 to 8"),
         ("cpu", 0, "from 1 to 8"),
     ],
 )

@@ -454,9 +454,9 @@ def test_nonsense_in_a_plan_is_refused(bad):
 
 def test_a_draft_whose_context_is_too_short_is_refused_before_weights_load(tmp_path, monkeypatch):
     """D32, D33, D34, P35: both limits are named."""
-    from specbench.results import prepare
+    from specbench.models import drafts
 
-    real = prepare.describe
+    real = drafts.describe
 
     def short(spec, role, progress=None):
         import dataclasses
@@ -464,7 +464,7 @@ def test_a_draft_whose_context_is_too_short_is_refused_before_weights_load(tmp_p
         info = real(spec, role, progress)
         return dataclasses.replace(info, context_length=16) if role == "draft" else info
 
-    monkeypatch.setattr(prepare, "describe", short)
+    monkeypatch.setattr(drafts, "describe", short)
     monkeypatch.setattr(runs, "load", lambda *a, **k: pytest.fail("weights were loaded"))
     with pytest.raises(ModelError, match="16"):
         runs.run(plan(tmp_path / "run", strategy=("speculative",), draft="tiny-draft"))
