@@ -48,6 +48,24 @@ BUILT_IN = {
             "drafts by continuing an earlier occurrence of the latest tokens; no draft model",
         ),
         Entry(
+            "async",
+            ".asynchronous:Asynchronous",
+            "draft and target run at the same time on two devices; the target verifies whatever is ready",
+            ("target", "draft"),
+        ),
+        Entry(
+            "duo",
+            ".duo:Duo",
+            "rounds on two devices: the draft prepares the next block for the likely outcomes of the verification",
+            ("target", "draft"),
+        ),
+        Entry(
+            "cascade",
+            ".cascade:Cascade",
+            "drafters that draft for each other, down to an n-gram level; the target verifies",
+            ("target", "draft"),
+        ),
+        Entry(
             "hf-assisted",
             ".hf_assisted:HfAssisted",
             "peer row: transformers' own prompt lookup or assisted generation, through the same clock",

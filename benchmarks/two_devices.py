@@ -1,0 +1,396 @@
+"""What two devices bring: `async` and `duo` against plain and speculative decoding on the same cores, task by task.
+
+    python benchmarks/two_devices.py --target MODEL --draft MODEL [--dtype bfloat16] [--cores 0,1]
+        [--tasks humaneval=32,spec-bench:summarization=16,...] [--max-new-tokens 128] [--lengths 2,3,4,6]
+        [--task-option spec-bench.path=FILE] [--switches] [--temperature 0] [--json] [--out FILE]
+
+Arms, interleaved prompt by prompt in one process, taking turns at going first:
+
+    autoregressive            (a) the target alone on the first core
+    speculative K             (b) target on the first core, draft in a worker on the second, in turns
+    async, duo                the same two devices at once; with --switches also without each improvement of duo
+    async/duo as published    AMUSD's and DuoDecoding's protocols
+    ... on both cores         (c) plain and speculative decoding with both cores in every forward
+
+Speed-ups are sums of decode times over the same prompts, with bootstrap intervals. Every arm's tokens are compared with
+plain decoding's. Ceilings and predictions come from the cost curves measured at the start and the acceptance measured
+on the task (`hardware.overlap`): the ceiling knows neither contention nor messages, the prediction knows contention.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics as numbers
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specbench.hardware import devices
+from specbench.hardware.clock import Clock, Drain
+from specbench.hardware.environment import environment
+from specbench.hardware.overlap import Costs, best_policy, best_sequential, ideal, perfect_rate, plain_rate
+from specbench.models.load import load
+from specbench.models.remote import RemoteModel, load_remote
+from specbench.options import build
+from specbench.results import metrics, statistics
+from specbench.results.listener import Listener
+from specbench.results.measure import Ending, Outcome, measure
+from specbench.results.plan import Plan, check, parse_option
+from specbench.results.prepare import Prepared, Turn, prepare
+from specbench.results.records import Sample
+from specbench.strategies import registry
+from specbench.strategies.base import Request, Strategy
+from specbench.strategies.overlapped import Overlapped
+from specbench.strategies.side_by_side import as_record
+from specbench.tasks import warmup
+
+PLAIN, BOTH = "autoregressive", " on both cores"
+SWITCHES = {
+    "duo without anticipation": {"anticipate": False},
+    "duo without first-token branches": {"branch_rule": "off"},
+    "duo without branches": {"branches": 1},
+    "duo one by one": {"batched": False},
+    "duo without interruption": {"interrupt": False},
+    "duo, first token after the round": {"first_token": "after_round"},
+    "duo without controller": {"controller": False},
+    "async without controller": {"controller": False},
+    "async without waiting": {"min_ready": 0},
+}
+
+
+@dataclass
+class Arm:
+    name: str
+    strategy: Strategy
+    cores: tuple[int, ...]
+    samples: dict[str, list[Sample]] = field(default_factory=dict)  # by task
+
+
+class Note(Listener):
+    """Progress on stderr."""
+
+    def stage(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    note = warn = stage
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--draft", required=True)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--cores", default=None, help="the target's and the draft's, by default the first two")
+    parser.add_argument("--tasks", default="bundled=16", help="task=prompts, comma-separated")
+    parser.add_argument("--task-option", action="append", default=[], help="of a task: spec-bench.path=FILE")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--lengths", default="2,3,4,6", help="draft lengths of speculative")
+    parser.add_argument("--switches", action="store_true", help="also without each improvement")
+    parser.add_argument("--arms", default="", help="only arms whose name contains one of these words, comma-separated")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path, help="also write the JSON document, with every sample's steps, there")
+    return parser.parse_args(argv)
+
+
+def prepared_tasks(args: argparse.Namespace, cores: tuple[int, ...]) -> list[Prepared]:
+    """One plan per task, since each has its own number of prompts."""
+    found = []
+    for entry in args.tasks.split(","):
+        task, _, limit = entry.partition("=")
+        options = {n: {k: v} for n, k, v in map(parse_option, args.task_option) if n == task.partition(":")[0]}
+        plan = Plan(
+            strategy=("speculative",), target=args.target, draft=args.draft, task=(task,),
+            limit=int(limit) if limit else None, max_new_tokens=args.max_new_tokens, temperature=args.temperature,
+            seed=args.seed, dtype=args.dtype, options=options, place=f"target=cpu:{cores[0]}", trace=0,
+        )  # fmt: skip
+        found.append(prepare(check(plan), Note()))
+    return found
+
+
+class Pair:
+    """The models: the target and a copy of the draft here, the draft in a worker on the second core."""
+
+    def __init__(self, prepared: Prepared, cores: tuple[int, ...]) -> None:
+        self.cores = cores
+        how = {"dtype": prepared.dtype, "vocab_size": prepared.vocab_size}
+        quant = prepared.quant("draft")
+        infos = prepared.infos
+        use(cores[:1])
+        self.target = load(infos["target"], **how, quant=prepared.quant("target"))
+        self.draft = load(infos["draft"], **how, quant=quant)
+        worker_device = devices.parse_device(f"cpu:{cores[1]}")
+        self.remote: RemoteModel = load_remote(infos["draft"], "draft", worker_device, 1, **how, quant=quant)
+
+    def use(self, cores: tuple[int, ...]) -> None:
+        """Moves this process, all its threads included, and lets the runtime choose its kernels again, untimed."""
+        if use(cores):
+            for model in (self.target, self.draft):
+                model.reset()
+                model.advance([[1]])
+
+    def close(self) -> None:
+        self.remote.close()
+
+
+def use(cores: tuple[int, ...]) -> bool:
+    """Binds this process to cores, one thread on each; whether the number of threads has changed."""
+    changed = torch.get_num_threads() != len(cores)
+    torch.set_num_threads(len(cores))
+    torch.zeros(1 << 20).add_(1)  # starts the threads that are not there yet, so that they can be bound
+    devices.bind(cores, len(cores))
+    return changed
+
+
+def make_arms(pair: Pair, args: argparse.Namespace) -> list[Arm]:
+    apart = {"target": pair.target, "draft": pair.remote}
+    together = {"target": pair.target, "draft": pair.draft}
+
+    def arm(name: str, strategy: str, models: dict[str, Any] = apart, cores: tuple = pair.cores[:1], **options) -> Arm:
+        kind = registry.get(strategy)
+        return Arm(
+            name, kind({role: models[role] for role in kind.roles}, build(kind.Options, options, strategy)), cores
+        )
+
+    lengths = [int(length) for length in args.lengths.split(",")]
+    arms = [
+        arm(PLAIN, PLAIN),
+        *(arm(f"speculative {k}", "speculative", draft_length=k) for k in lengths),
+        arm("async", "async"),
+        arm("duo", "duo"),
+        arm("async as published", "async", faithful=True),
+        arm("duo as published", "duo", faithful=True),
+        arm(PLAIN + BOTH, PLAIN, together, pair.cores),
+        *(arm(f"speculative {k}{BOTH}", "speculative", together, pair.cores, draft_length=k) for k in lengths),
+    ]
+    if args.switches:
+        arms += [arm(name, name.split()[0].strip(","), **options) for name, options in SWITCHES.items()]
+    words = [word for word in args.arms.split(",") if word]
+    return [arms[0], *(arm for arm in arms[1:] if not words or any(word in arm.name for word in words))]
+
+
+def prepare_arms(arms: list[Arm], pair: Pair, tokens: int) -> Costs | None:
+    """Costs are measured once and shared, by the arm with the most branches: all arms decide by the same numbers."""
+    for arm in arms:
+        if not isinstance(arm.strategy, Overlapped):
+            pair.use(arm.cores)
+            arm.strategy.prepare(1, tokens)
+    ours = [arm.strategy for arm in arms if isinstance(arm.strategy, Overlapped) and not arm.strategy.options.faithful]
+    if not ours:
+        return None
+    pair.use(pair.cores[:1])
+    first = max(ours, key=lambda strategy: strategy.settings().branches)
+    first.prepare(1, tokens)
+    for strategy in ours:
+        strategy.costs, strategy.table = first.costs, first.table
+    return first.costs
+
+
+def measure_task(prepared: Prepared, arms: list[Arm], pair: Pair, rounds: int) -> int:
+    """All arms on every prompt in turn; the order moves on by one each time."""
+    task = prepared.plan.task[0]
+    sampling = prepared.plan.sampling(prepared.eos)
+    clock, drain = Clock(), Drain((pair.remote.worker.drain,))
+    turns = [turn for turn in prepared.first_turns if turn.error is None]
+    text = warmup.text(sorted(len(turn.ids) for turn in turns)[len(turns) // 2], prepared.codec)
+    for arm in arms:
+        pair.use(arm.cores)
+        measure(arm.strategy, [Request(0, prepared.codec.encode(text), 16)], sampling, Ending(), clock, drain)
+    for number, turn in enumerate(turns, 1):
+        first = rounds % len(arms)
+        rounds += 1
+        for arm in arms[first:] + arms[:first]:
+            pair.use(arm.cores)
+            ending = Ending(frozenset(prepared.eos), turn.prompt.stop, prepared.codec.decode)
+            request = Request(turn.key, turn.ids, turn.max_new_tokens)
+            (outcome,) = measure(arm.strategy, [request], sampling, ending, clock, drain)
+            arm.samples.setdefault(task, []).append(to_sample(arm.name, task, turn, outcome))
+        print(f"{task}: {number} of {len(turns)} prompts", file=sys.stderr, flush=True)
+    return rounds
+
+
+def to_sample(arm: str, task: str, turn: Turn, outcome: Outcome) -> Sample:
+    if outcome.error:
+        raise SystemExit(f"{arm}, {task} {turn.prompt.id}: {outcome.error}")
+    return Sample(
+        arm=arm, task=task, prompt_id=turn.prompt.id, prompt_hash=turn.hash, category=turn.prompt.category, turn=0,
+        repeat=0, kind="measure", group=0, batch_rows=1, prompt_tokens=len(turn.ids),
+        max_new_tokens=turn.max_new_tokens, token_ids=outcome.token_ids, finish=outcome.finish,
+        ttft_ns=outcome.ttft_ns, e2e_ns=outcome.e2e_ns, drain_ns=outcome.drain_ns, steps=outcome.steps,
+        facts=outcome.facts or None,
+    )  # fmt: skip
+
+
+# What came out
+
+
+def report_task(task: str, arms: list[Arm], costs: Costs | None) -> dict[str, Any]:
+    base = arms[0].samples[task]
+    tokens = {sample.prompt_id: sample.token_ids for sample in base}
+    found: dict[str, Any] = {"prompts": len(base), "arms": {}}
+    for arm in arms:
+        ours = arm.samples[task]
+        entry = {
+            "cores": list(arm.cores),
+            "decode_tokens_per_s": metrics.decode_tokens_per_s(ours),
+            "ttft_ms": numbers.median((sample.ttft_ns or 0) / 1e6 for sample in ours),
+            "exact": sum(sample.token_ids == tokens[sample.prompt_id] for sample in ours),
+            "outputs": len(ours),
+            **acceptance(ours),
+            **facts(ours),
+        }
+        found["arms"][arm.name] = entry
+    kinds = {
+        "plain": [arm for arm in arms if arm.name == PLAIN],
+        "speculative": [arm for arm in arms if arm.name.startswith("speculative") and BOTH not in arm.name],
+        "plain_on_both": [arm for arm in arms if arm.name == PLAIN + BOTH],
+        "speculative_on_both": [arm for arm in arms if arm.name.startswith("speculative") and BOTH in arm.name],
+    }
+    for kind, candidates in kinds.items():
+        if not candidates:
+            continue
+        best = max(candidates, key=lambda arm: found["arms"][arm.name]["decode_tokens_per_s"] or 0)
+        found[f"best_{kind}"] = best.name
+        for arm in arms:
+            paired = statistics.pair(best.samples[task], arm.samples[task]).pairs
+            gain = statistics.decode_speedup(paired, per_token=True)
+            if gain is not None:
+                found["arms"][arm.name][f"over_{kind}"] = [gain.value, gain.low, gain.high]
+            found["arms"][arm.name][f"ttft_over_{kind}"] = (
+                found["arms"][arm.name]["ttft_ms"] / found["arms"][best.name]["ttft_ms"]
+            )
+    if costs is not None:
+        found["model"] = cost_model(found, costs)
+    return found
+
+
+def acceptance(samples: list[Sample]) -> dict[str, Any]:
+    """The conditional acceptance: of the draft tokens whose forerunners were all taken, how many were taken."""
+    steps = [step for sample in samples for step in sample.steps]
+    accepted = sum(step[3] for step in steps)
+    rejected = sum(step[3] < step[2] for step in steps)
+    found: dict[str, Any] = {"wasted": sum(step[4] for step in steps), "steps": len(steps)}
+    if accepted + rejected:
+        found["alpha"] = accepted / (accepted + rejected)
+        found["tokens_per_step"] = sum(step[1] for step in steps) / len(steps)
+    return found
+
+
+def facts(samples: list[Sample]) -> dict[str, Any]:
+    """The workers' own accounts, added up, and how long each side was idle."""
+    total: dict[str, Any] = {}
+    for sample in samples:
+        for name, value in (sample.facts or {}).items():
+            if isinstance(value, int) and not isinstance(value, bool):
+                total[name] = total.get(name, 0) + value
+    e2e = sum(sample.e2e_ns or 0 for sample in samples)
+    for role in ("target", "draft"):
+        if f"{role}_busy_ns" in total and e2e:
+            total[f"{role}_idle"] = max(0.0, 1 - total[f"{role}_busy_ns"] / e2e)  # its last forward may end later
+    return total
+
+
+def cost_model(found: dict[str, Any], costs: Costs) -> dict[str, Any]:
+    """Ceilings (no contention, no messages) and predictions (with contention), in tokens per second, and how near the
+    arms came."""
+    arms = found["arms"]
+    alpha = arms.get(found.get("best_speculative", ""), {}).get("alpha")
+    if alpha is None:
+        return {}
+    duo = arms.get("duo", {})
+    hit = duo.get("rejections_anticipated", 0) / max(duo.get("rejections", 0), 1)
+    free = ideal(costs)
+    sequential, length = best_sequential(free, alpha, 12)
+    rates = {
+        "speculative": (sequential, sequential),
+        "async": (best_policy(free, alpha).rate, best_policy(costs, alpha).rate),
+        "duo": (best_policy(free, alpha, hit=hit).rate, best_policy(costs, alpha, hit=hit).rate),
+    }
+    model: dict[str, Any] = {
+        "alpha": alpha,
+        "hit": hit,
+        "cost_ratio": costs.draft_ms(1) / costs.target_ms(1),
+        "best_length": length,
+        "plain_tokens_per_s": 1e3 * plain_rate(costs),
+        "perfect_anticipation_tokens_per_s": 1e3 * perfect_rate(costs, alpha, 12),
+    }
+    for name, (ceiling, predicted) in rates.items():
+        arm = found.get("best_speculative") if name == "speculative" else name
+        measured = arms.get(arm, {}).get("decode_tokens_per_s")
+        model[name] = {"ceiling_tokens_per_s": 1e3 * ceiling, "predicted_tokens_per_s": 1e3 * predicted}
+        if measured:
+            model[name] |= {"of_ceiling": measured / 1e3 / ceiling, "of_predicted": measured / 1e3 / predicted}
+    return model
+
+
+def show(result: dict[str, Any]) -> None:
+    for task, found in result["tasks"].items():
+        print(f"\n{task}, {found['prompts']} prompts")
+        print(f"  {'':34} {'tok/s':>7} {'x plain':>8} {'x spec':>7} {'x both':>7} {'TTFT ms':>8} {'alpha':>6}"
+              f" {'tok/step':>8} {'idle T/D':>9} {'wasted':>6}  exact")  # fmt: skip
+        for name, arm in found["arms"].items():
+            ratio = lambda kind, arm=arm: (arm.get(f"over_{kind}") or [float("nan")])[0]  # noqa: E731
+            idle = "/".join(f"{100 * arm[f'{role}_idle']:.0f}" for role in ("target", "draft") if f"{role}_idle" in arm)
+            print(
+                f"  {name:34} {arm['decode_tokens_per_s'] or 0:7.2f} {ratio('plain'):8.3f} {ratio('speculative'):7.3f}"
+                f" {ratio('speculative_on_both'):7.3f} {arm['ttft_ms']:8.1f} {arm.get('alpha', 0):6.3f}"
+                f" {arm.get('tokens_per_step', 1):8.2f} {idle:>9} {arm['wasted']:6}  {arm['exact']}/{arm['outputs']}"
+            )
+        for name in ("speculative", "async", "duo"):
+            if entry := found.get("model", {}).get(name):
+                near = f", reached {entry['of_ceiling']:.2f} of it" if "of_ceiling" in entry else ""
+                print(f"  ceiling of {name}: {entry['ceiling_tokens_per_s']:.2f} tok/s{near}")
+
+
+def main() -> None:
+    args = parse()
+    available = devices.available_cores()
+    cores = tuple(int(core) for core in args.cores.split(",")) if args.cores else available[:2]
+    if len(cores) != 2:
+        raise SystemExit("two devices need two cores")
+    prepared = prepared_tasks(args, cores)
+    pair = Pair(prepared[0], cores)
+    try:
+        arms = make_arms(pair, args)
+        tokens = max(one.needed_tokens for one in prepared)
+        costs = prepare_arms(arms, pair, tokens)
+        rounds = 0
+        for one in prepared:
+            rounds = measure_task(one, arms, pair, rounds)
+    finally:
+        pair.close()
+    result: dict[str, Any] = {
+        "benchmark": "two-devices",
+        "target": prepared[0].infos["target"].name,
+        "draft": prepared[0].infos["draft"].name,
+        "dtype": args.dtype,
+        "temperature": args.temperature,
+        "max_new_tokens": args.max_new_tokens,
+        "cores": list(cores),
+        "cpu": environment()["cpu"],
+        "costs": as_record(costs) if costs else None,
+        "tasks": {one.plan.task[0]: report_task(one.plan.task[0], arms, costs) for one in prepared},
+    }
+    if args.out:
+        kept = ("prompt_id", "ttft_ns", "e2e_ns", "drain_ns", "steps", "facts")
+        raw = {
+            arm.name: {
+                task: [{name: getattr(sample, name) for name in kept} for sample in samples]
+                for task, samples in arm.samples.items()
+            }
+            for arm in arms
+        }
+        args.out.write_text(json.dumps({**result, "samples": raw}, indent=1), encoding="utf-8")
+    if args.json:
+        print(json.dumps(result, indent=2))
+    else:
+        show(result)
+
+
+if __name__ == "__main__":
+    main()
