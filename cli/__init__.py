@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
-from . import comparing, lists, reporting, running, showing, sweeping
+from . import comparing, distilling, lists, profiling, reporting, running, showing, sweeping
 from .errors import show_tracebacks
 from .output import tolerate
 
@@ -59,6 +59,8 @@ app.command("show")(showing.show)
 app.command("report")(reporting.report)
 app.command("compare", help=comparing.COMPARE_HELP)(comparing.compare)
 app.command("sweep", help=sweeping.SWEEP_HELP)(sweeping.sweep)
+app.command("distill", help=distilling.DISTILL_HELP)(distilling.distill)
+app.command("profile-hardware", help=profiling.PROFILE_HELP)(profiling.profile_hardware)
 app.add_typer(lists.app, name="list")
 
 __all__ = ["app"]

@@ -57,7 +57,7 @@ class Columns:
         ids: the token ids of each sample as they stand in the file.
         outcomes: of all steps after the prefill, one sample after the other: what was drafted and accepted, in one
             number; those of sample i stand at starts[i] to starts[i + 1].
-        levels: [drafted, accepted] of inner levels, of the samples that have any.
+        levels: [drafted, accepted, forwards, ns] of a cascade's levels per step, of the samples that have any.
         errors: of the failed samples.
         rest: the samples of all other kinds, whole.
     """

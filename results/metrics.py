@@ -27,6 +27,9 @@ NS_PER_S = 1_000_000_000
 NS, KEPT, WASTED = 0, 1, 4
 """Where they stand in an entry of `Sample.steps`: [ns, kept, drafted, accepted, wasted]."""
 
+LEVEL_COUNTS = 4
+"""Of one level in `Sample.levels`: [drafted, accepted, forwards, ns]."""
+
 
 def finished(samples: Iterable[Sample], kind: str = "measure") -> list[Sample]:
     """The samples of one kind that ended without an error."""
@@ -221,7 +224,8 @@ class Drafting:
             not a step.
         tokens: sum of (n - 1): what those steps emitted.
         wasted: draft tokens thrown away without the target having looked at them, the prefill's included.
-        levels: [drafted, accepted] of each inner level of a cascade, from the one below the target downwards.
+        levels: [drafted, accepted, forwards, ns] of each level of a cascade, from the one that drafts for the target
+            downwards; a level is counted with all that it drafted, for the target or for the levels above it.
     """
 
     outcomes: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -299,16 +303,16 @@ class Drafting:
 
     @property
     def acceptance_by_level(self) -> list[float | None]:
-        """A / D of each inner level of a cascade."""
-        return [ratio(accepted, drafted) for drafted, accepted in self.levels]
+        """A / D of each level of a cascade."""
+        return [ratio(accepted, drafted) for drafted, accepted, *_ in self.levels]
 
 
 def _add_levels(levels: list[list[int]], more: Sequence[Sequence[int]]) -> None:
-    for depth, (drafted, accepted, *_) in enumerate(more):
+    for depth, counts in enumerate(more):
         if depth == len(levels):
-            levels.append([0, 0])
-        levels[depth][0] += drafted
-        levels[depth][1] += accepted
+            levels.append([0] * LEVEL_COUNTS)
+        for at, count in enumerate(counts):  # older records have the first two
+            levels[depth][at] += count
 
 
 def drafting(samples: Iterable[Sample]) -> Drafting:
@@ -326,6 +330,23 @@ def drafting(samples: Iterable[Sample]) -> Drafting:
         for levels in sample.levels or ():
             _add_levels(total.levels, levels)
     return total
+
+
+def standardized_improvement(
+    samples: Sequence[Sample], level_forwards: Sequence[int], level_costs: Sequence[float]
+) -> float | None:
+    """SWI, "standardized walltime improvement": what plain decoding would cost / what was done, both in forwards of the
+    target: sum of n / (sum of all steps, the prefill included, + sum over levels of forwards * cost).
+
+    A count and no time: a forward is taken to cost the same however many tokens it looks at, and nothing else to cost
+    anything. Source: CS Drafting, arXiv 2312.11462.
+
+    Args:
+        level_costs: of one forward of each level, in forwards of the target; 0 for a statistical level.
+    """
+    spent = sum(len(sample.steps) for sample in samples)
+    spent += sum(forwards * cost for forwards, cost in zip(level_forwards, level_costs, strict=True))
+    return ratio(sum(map(emitted, samples)), spent)
 
 
 # --- the trace pass: where the time of a step goes -------------------------------------------------------------------

@@ -171,6 +171,8 @@ def _render(runs: Sequence[Run], sections: Sequence[Section]) -> str:
         overview=overview(runs) if several else None,
         differences=differences(runs) if several else None,
         few=statistics.LEAST_PROMPTS,
+        level_columns=tables.LEVEL_COLUMNS,
+        levels_meaning=tables.LEVELS_MEANING,
     )
     html, rules = plots.share_styles(html.lstrip())
     css = folder.joinpath("report.css").read_text(encoding="utf-8")

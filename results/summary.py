@@ -54,6 +54,8 @@ class Row:
     acceptance_by_position: list[float] = field(default_factory=list)
     conditional_acceptance_by_position: list[float] = field(default_factory=list)
     acceptance_by_level: list[float | None] = field(default_factory=list)
+    levels: list[dict[str, Any]] = field(default_factory=list)
+    standardized_improvement: float | None = None
     exactness: dict[str, Any] | None = None
     devices: list[str] = field(default_factory=list)
     threads: int | None = None
@@ -271,6 +273,10 @@ def _row(task: str, arm: dict[str, Any], cell: _Cell, reference: _Cell | None, m
     row.acceptance_by_position = drafting.acceptance_by_position
     row.conditional_acceptance_by_position = drafting.conditional_acceptance_by_position
     row.acceptance_by_level = drafting.acceptance_by_level
+    row.levels = _levels(ok, drafting, roles)
+    if row.levels and all(level["cost"] is not None for level in row.levels):
+        forwards, costs = zip(*((level["forwards"], level["cost"]) for level in row.levels), strict=True)
+        row.standardized_improvement = metrics.standardized_improvement(ok, forwards, costs)
     row.spread = statistics.spread(ok)
     row.drain_share = metrics.drain_share(ok)
     row.sums = {
@@ -301,6 +307,23 @@ def _row(task: str, arm: dict[str, Any], cell: _Cell, reference: _Cell | None, m
         row.trace = _trace(split, plain)
     row.cause = _cause(row, arm, split, reference.split if reference else None)
     return row
+
+
+def _levels(samples: Sequence[Sample], drafting: Drafting, roles: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each level of a cascade did. `cost` is its forward in forwards of the target, by bytes of weights."""
+    known = next((sample.facts["levels"] for sample in samples if sample.facts and "levels" in sample.facts), "")
+    names = str(known).split(",") if known else []
+    target_bytes = (roles.get("target") or {}).get("weight_bytes")
+    found = []
+    for at, (drafted, accepted, forwards, time_ns) in enumerate(drafting.levels):
+        name = names[at] if at < len(names) else f"level {at + 1}"
+        role = roles.get(name) or {}
+        found.append({
+            "name": name, "model": role.get("model"), "drafted": drafted, "accepted": accepted,
+            "acceptance_rate": metrics.ratio(accepted, drafted), "forwards": forwards, "time_ns": time_ns,
+            "cost": metrics.ratio(role.get("weight_bytes"), target_bytes) if role else None if forwards else 0.0,
+        })  # fmt: skip
+    return found
 
 
 def _trace(split: TimeSplit, plain: TimeSplit | None) -> dict[str, Any]:

@@ -118,12 +118,16 @@ class Group:
 
 @dataclass(frozen=True)
 class Table:
-    """What is to be shown, without saying on what."""
+    """What is to be shown, without saying on what.
+
+    `levels` are lines of cells in the order of LEVEL_COLUMNS, of the arms that have levels; often there are none.
+    """
 
     title: tuple[str, ...]
     watermarks: tuple[str, ...]
     columns: tuple[Column, ...]
     groups: tuple[Group, ...]
+    levels: tuple[tuple[str, ...], ...]
     causes: tuple[str, ...]
     cautions: tuple[str, ...]
     notes: tuple[str, ...]
@@ -260,6 +264,29 @@ COLUMNS = (
 )  # fmt: skip
 
 
+LEVEL_COLUMNS = ("task", "arm", "level", "model", "drafted", "accepted", "accepted/drafted", "forwards/step",
+                 "ms/forward", "SWI")  # fmt: skip
+LEVELS_MEANING = (
+    "levels: tokens that each level of a cascade proposed, to the target or to the level above it, and how many of "
+    "them were taken; SWI: tokens / (target forwards + forwards of the levels weighted by their bytes of weights), "
+    "a count of forwards and not a time"
+)
+
+
+def _level_lines(row: Row) -> list[tuple[str, ...]]:
+    lines = []
+    for at, level in enumerate(row.levels):
+        forwards = level["forwards"]
+        lines.append((
+            "" if at else row.task, "" if at else row.arm, level["name"], level["model"] or NONE, str(level["drafted"]),
+            str(level["accepted"]), digits(level["acceptance_rate"]),
+            digits(forwards / row.sums["steps"]) if forwards and row.sums.get("steps") else NONE,
+            _milliseconds(level["time_ns"] / forwards) if forwards else NONE,
+            "" if at else digits(row.standardized_improvement, "x"),
+        ))  # fmt: skip
+    return lines
+
+
 def _slower(row: Row) -> str:
     """A row below 1.00x and why; called slower only where the statistics say so."""
     assert row.decode_speedup is not None
@@ -284,6 +311,7 @@ def build(summary: Summary) -> Table:
         watermarks=tuple(summary.watermarks),
         columns=columns,
         groups=tuple(groups),
+        levels=tuple(line for row in summary.rows for line in _level_lines(row)),
         causes=tuple(causes),
         cautions=tuple(caution.text for caution in summary.cautions),
         notes=tuple(summary.notes),
@@ -357,12 +385,16 @@ class _Terminal:
             chosen = [at for at, column in enumerate(self.table.columns) if column.priority <= BLOCK_PRIORITY]
             self.blocks(chosen)
         self.console.print()
+        if self.table.levels:
+            self.levels()
+            self.console.print()
         for line in self.table.causes:
             self.lines(line, "", hang="  ")
         self.cautions()
         if self.table.causes or self.table.cautions or self.table.notes:
             self.console.print()
         meanings = [self.table.columns[at].meaning for at in chosen]
+        meanings += [LEVELS_MEANING] if self.table.levels else []
         self.lines("; ".join(meaning for meaning in meanings if meaning), "dim")
         left_out = [column.name for at, column in enumerate(self.table.columns) if at not in chosen]
         if left_out:
@@ -427,6 +459,22 @@ class _Terminal:
         text = Text(line * 2 + " ", style="dim")
         text.append(title, style="bold cyan")
         self.print(text.append(" " + line * room, style="dim"))
+
+    def levels(self) -> None:
+        """What each level of a cascade did: a small table, or a line per level on a narrow terminal."""
+        lines = [tuple(map(self.spell, line)) for line in (LEVEL_COLUMNS, *self.table.levels)]
+        widths = [max(cell_len(line[at]) for line in lines) for at in range(len(LEVEL_COLUMNS))]
+        if sum(widths) + GAP * (len(widths) - 1) <= self.console.width:
+            for number, line in enumerate(lines):
+                cells = [
+                    cell.ljust(width) if at < 4 else cell.rjust(width)
+                    for at, (cell, width) in enumerate(zip(line, widths, strict=True))
+                ]
+                self.print(Text((" " * GAP).join(cells).rstrip(), style="" if number else "bold"))
+            return
+        for line in lines[1:]:
+            named = zip(LEVEL_COLUMNS, line, strict=True)
+            self.lines(", ".join(f"{name} {cell}" for name, cell in named if cell not in ("", NONE)), "", hang="  ")
 
     def blocks(self, chosen: Sequence[int]) -> None:
         """One block of lines per arm, for a terminal too narrow for a table."""
@@ -515,6 +563,9 @@ def _flat(summary: Summary, row: dict[str, Any]) -> dict[str, Any]:
         elif name == "models":
             flat["target"] = value.get("target")
             flat["draft"] = " ".join(model for role, model in value.items() if role != "target")
+        elif name == "levels":
+            for number, level in enumerate(value, 1):
+                flat |= {f"level{number}_{part}": inner for part, inner in level.items()}
         elif isinstance(value, dict) or name == "trace":
             plain = {part: inner for part, inner in (value or {}).items() if not isinstance(inner, dict)}
             flat |= {f"{name}_{part}": inner for part, inner in plain.items()}
@@ -537,8 +588,13 @@ def to_markdown(summary: Summary) -> str:
     grid = tabulate.tabulate(body, headers, tablefmt="pipe", colalign=aligns, disable_numparse=True)
     parts = [f"**{table.title[0]}**" if table.title else "", *table.title[1:]]
     parts += [f"**{line}**" for line in table.watermarks] + [grid]
+    if table.levels:
+        cells = [[cell.replace("|", "\\|") for cell in line] for line in table.levels]
+        sides = ["left"] * 4 + ["right"] * (len(LEVEL_COLUMNS) - 4)
+        parts.append(tabulate.tabulate(cells, LEVEL_COLUMNS, tablefmt="pipe", colalign=sides, disable_numparse=True))
     parts += [_bullets("", table.causes), _bullets("Warning: ", table.cautions), _bullets("Note: ", table.notes)]
-    parts += [_bullets("", [column.meaning for column in table.columns if column.meaning])]
+    meanings = [column.meaning for column in table.columns if column.meaning]
+    parts += [_bullets("", [*meanings, LEVELS_MEANING] if table.levels else meanings)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..errors import UsageError
 from .base import Draft, Drafter, Request, Row, Step, Strategy
@@ -18,17 +19,30 @@ from .speculative import draft_and_verify
 from .verify import Verifier
 
 _PROPAGATE = 32  # how many shorter suffixes hear of a new occurrence; the rest keep an older, still valid one
+_KEPT = 3  # latest occurrences that are remembered of each substring
+
+
+class Place(NamedTuple):
+    """Where a text stands in a `SuffixAutomaton`: the longest suffix of it that occurs there.
+
+    Attributes:
+        state: of the automaton; 0 for the empty suffix.
+        length: of that suffix, in tokens.
+    """
+
+    state: int
+    length: int
 
 
 class SuffixAutomaton:
-    """All substrings of a growing text, each with where it ended last."""
+    """All substrings of a growing text, each with where it ended the last few times."""
 
     def __init__(self) -> None:
         self.text: list[int] = []
         self._next: list[dict[int, int]] = [{}]
         self._link = [-1]
         self._length = [0]
-        self._end = [0]  # one past the end of the latest known occurrence
+        self._ends: list[tuple[int, ...]] = [(0,)]  # one past the end of the latest known occurrences, latest first
         self._last = 0
         self._previous = (0, 0)
 
@@ -43,6 +57,25 @@ class SuffixAutomaton:
         """
         return self._previous
 
+    def place(self) -> Place:
+        """Where the text itself stands: the longest suffix of it that also occurs earlier."""
+        state = self._link[self._last] if self.text else 0
+        return Place(state, self._length[state])
+
+    def step(self, place: Place, token: int) -> Place:
+        """Where a text that stood at `place` stands after one more token, which is not made part of the automaton."""
+        state, length = place
+        while token not in self._next[state]:
+            state = self._link[state]
+            if state == -1:
+                return Place(0, 0)
+            length = self._length[state]
+        return Place(self._next[state][token], length + 1)
+
+    def ends(self, place: Place) -> tuple[int, ...]:
+        """One past the end of the latest known occurrences of the suffix at `place`, latest first, at most three."""
+        return self._ends[place.state]
+
     def _append(self, token: int) -> None:
         self.text.append(token)
         end = len(self.text)
@@ -56,11 +89,11 @@ class SuffixAutomaton:
             self._link[new] = self._at_length(self._next[state][token], state, token)
         self._last = new
         state = self._link[new]
-        self._previous = (self._length[state], self._end[state] if state else end)
+        self._previous = (self._length[state], self._ends[state][0] if state else end)
         for _ in range(_PROPAGATE):
             if state <= 0:
                 break
-            self._end[state] = end
+            self._ends[state] = (end, *self._ends[state][: _KEPT - 1])
             state = self._link[state]
 
     def _at_length(self, found: int, state: int, token: int) -> int:
@@ -68,7 +101,7 @@ class SuffixAutomaton:
         length = self._length[state] + 1
         if self._length[found] == length:
             return found
-        clone = self._new_state(length, self._end[found])
+        clone = self._new_state(length, *self._ends[found])
         self._next[clone] = dict(self._next[found])
         self._link[clone] = self._link[found]
         self._link[found] = clone
@@ -77,11 +110,11 @@ class SuffixAutomaton:
             state = self._link[state]
         return clone
 
-    def _new_state(self, length: int, end: int) -> int:
+    def _new_state(self, length: int, *ends: int) -> int:
         self._next.append({})
         self._link.append(-1)
         self._length.append(length)
-        self._end.append(end)
+        self._ends.append(ends)
         return len(self._length) - 1
 
 

@@ -9,6 +9,9 @@ drafters that draw with the same noise agree more often. Temperature 0 is the sa
 `rejection`. Leviathan et al. 2023 (Algorithm 1) and Chen et al. 2023 (Algorithm 2): accept a token x drawn from q with
 probability min(1, p(x)/q(x)); on the first rejection draw from the residual max(0, p - q), normalised; if all were
 taken, draw from p. Same distribution as plain decoding, other tokens. At temperature 0 both rules are one.
+
+Drafters that judge each other may be lenient (CS Drafting, arXiv 2312.11462): with lenience l they accept as if l p
+stood for p. What comes out is then no longer distributed as p; `lenient_proposal` says as what. A target never is.
 """
 
 from __future__ import annotations
@@ -46,27 +49,43 @@ def verify_coupled(draft: Sequence[int], target: Sequence[int]) -> Verdict:
     return Verdict(tuple(target[: accepted + 1]), accepted)
 
 
-def accept_probability(p: torch.Tensor, q: torch.Tensor | None, token: int) -> float:
-    """min(1, p(x)/q(x)); q None is one-hot on `token`. p, q: (vocab,)."""
+def accept_probability(p: torch.Tensor, q: torch.Tensor | None, token: int, lenience: float = 1.0) -> float:
+    """min(1, l p(x)/q(x)); q None is one-hot on `token`. p, q: (vocab,)."""
     if q is None:
-        return float(p[token])
+        return min(1.0, lenience * float(p[token]))
     drawn = float(q[token])
     if drawn <= 0:
         raise ValueError(f"draft token {token} has probability 0 under the distribution it is said to be drawn from")
-    return min(1.0, float(p[token]) / drawn)
+    return min(1.0, lenience * float(p[token]) / drawn)
 
 
-def residual(p: torch.Tensor, q: torch.Tensor | None, token: int) -> torch.Tensor:
-    """max(0, p - q), not normalised. (vocab,) A new tensor."""
+def residual(p: torch.Tensor, q: torch.Tensor | None, token: int, lenience: float = 1.0) -> torch.Tensor:
+    """max(0, p - q/l), not normalised. (vocab,) A new tensor."""
     if q is None:
         rest = p.clone()
-        rest[token] = 0.0
+        rest[token] = max(0.0, float(p[token]) - 1 / lenience)
     else:
         if p.shape != q.shape:
             raise ValueError(f"the two vocabularies differ in size: {tuple(p.shape)} and {tuple(q.shape)}")
-        rest = (p - q.to(p.device)).clamp_(min=0.0)
+        rest = (p - q.to(p.device) / lenience).clamp_(min=0.0)
     # Rounding can leave nothing where p equals q; a rejection there has probability 0 up to rounding.
     return rest if bool((rest > 0).any()) else p
+
+
+def lenient_proposal(p: torch.Tensor, q: torch.Tensor | None, token: int, lenience: float) -> torch.Tensor:
+    """What a token is distributed as that was drawn from q and judged by p with lenience. (vocab,)
+
+    A token x comes out either accepted, with q(x) min(1, l p(x)/q(x)) = min(q, l p)(x), or as the draw r from the
+    residual after a rejection: min(q, l p) + (1 - sum of it) r. With l = 1 that is p. What a reviewer passes on upwards
+    has to be this, or the level above accepts the wrong share of it.
+    """
+    rest = residual(p, q, token, lenience)
+    if q is None:
+        kept = torch.zeros_like(p)
+        kept[token] = min(1.0, lenience * float(p[token]))
+    else:
+        kept = torch.minimum(q.to(p.device), lenience * p)
+    return kept + (1 - kept.sum()).clamp(min=0.0) * rest / rest.sum()
 
 
 class Verifier:
@@ -142,14 +161,18 @@ class Verifier:
 
     # Judging drafts
 
-    def verify(self, rows: Sequence[Row], drafts: Sequence[Draft], logits: torch.Tensor) -> list[Verdict]:
+    def verify(
+        self, rows: Sequence[Row], drafts: Sequence[Draft], logits: torch.Tensor, lenience: float = 1.0
+    ) -> list[Verdict]:
         """Judges one draft per row.
 
         Args:
             logits: the rows' blocks one after another, (sum of len(draft) + 1, vocab), as `advance` returns them.
+            lenience: above 1 for a drafter that judges another. Greedy and coupled, where a draft token is no draw, it
+                takes a token other than its own if its probability is above 1 / lenience.
         """
         sizes = [len(draft.tokens) + 1 for draft in drafts]
-        if self.sampling.greedy and not self.sampling.edits_logits:
+        if self.sampling.greedy and not self.sampling.edits_logits and lenience == 1:
             own = argmax(logits)  # one kernel and one copy to the host for the whole batch
             verdicts, at = [], 0
             for draft, size in zip(drafts, sizes, strict=True):
@@ -158,20 +181,32 @@ class Verifier:
             return verdicts
         blocks = logits.split(sizes)
         judge = self._verify_coupled if self.coupled else self._verify_rejection
-        return [judge(row, draft, block) for row, draft, block in zip(rows, drafts, blocks, strict=True)]
+        return [judge(row, draft, block, lenience) for row, draft, block in zip(rows, drafts, blocks, strict=True)]
 
-    def _verify_coupled(self, row: Row, draft: Draft, logits: torch.Tensor) -> Verdict:
-        return verify_coupled(draft.tokens, self.choose(logits, row, draft.tokens))
+    def distributions(self, logits: torch.Tensor, row: Row, draft: Sequence[int] = ()) -> torch.Tensor:
+        """p at consecutive positions of one row, after penalties, temperature and truncation; for greedy sampling at
+        temperature 1. Arguments as for `choose`; (m, vocab) float32."""
+        logits = self._penalise(logits, row, draft)
+        return (logits.float() if self.sampling.greedy else self.sampling.scores(logits)).softmax(dim=-1)
 
-    def _verify_rejection(self, row: Row, draft: Draft, logits: torch.Tensor) -> Verdict:
+    def _verify_coupled(self, row: Row, draft: Draft, logits: torch.Tensor, lenience: float) -> Verdict:
+        own = self.choose(logits, row, draft.tokens)
+        if lenience > 1:
+            p = self.distributions(logits, row, draft.tokens)
+            for i, token in enumerate(draft.tokens):
+                if own[i] != token and float(p[i, token]) > 1 / lenience:
+                    own[i] = token
+        return verify_coupled(draft.tokens, own)
+
+    def _verify_rejection(self, row: Row, draft: Draft, logits: torch.Tensor, lenience: float) -> Verdict:
         scores = self.sampling.scores(self._penalise(logits, row, draft.tokens))
         start = len(row.tokens)
         for i, token in enumerate(draft.tokens):
             p = scores[i].softmax(dim=-1)
             q = None if draft.probs is None else draft.probs[i]
             luck = noise.uniform(self.sampling.seed, row.request.key, start + i)
-            if luck >= accept_probability(p, q, token):
-                own = self._draw(residual(p, q, token).log(), row, start + i, noise.RESIDUAL)
+            if luck >= accept_probability(p, q, token, lenience):
+                own = self._draw(residual(p, q, token, lenience).log(), row, start + i, noise.RESIDUAL)
                 return Verdict((*draft.tokens[:i], own), i)
         own = self._draw(scores[-1], row, start + len(draft.tokens), noise.TARGET)
         return Verdict((*draft.tokens, own), len(draft.tokens))

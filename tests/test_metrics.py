@@ -192,10 +192,19 @@ def test_levels_of_a_cascade_and_wasted_drafts_are_counted_apart() -> None:
     one.steps[0][metrics.WASTED] = 5
     one.steps[1][metrics.WASTED] = 3
     counts = metrics.drafting([one])
-    assert counts.levels == [[8, 4], [8, 6]]
+    assert counts.levels == [[8, 4, 0, 0], [8, 6, 0, 0]]
     assert counts.acceptance_by_level == [0.5, 0.75]
     assert counts.wasted == 8
     assert counts.drafted == 4
+    with_times = sample(steps=((3, 4, 2),), levels=[[[6, 4, 2, 900], [8, 6, 0, 0]]])
+    assert metrics.drafting([one, with_times]).levels == [[14, 8, 2, 900], [16, 12, 0, 0]]
+
+
+def test_standardized_improvement_counts_forwards_and_no_time() -> None:
+    """8 tokens, 3 forwards of the target, prefill included, and 4 of a draft of a quarter of its size: 8 / (3 + 1)."""
+    one = sample(steps=((4, 4, 3), (3, 4, 2)))
+    assert metrics.standardized_improvement([one], [4, 0], [0.25, 0.0]) == 2.0
+    assert metrics.standardized_improvement([], [], []) is None
 
 
 def _traced() -> Sample:

@@ -343,3 +343,49 @@ def test_latex_escapes_what_latex_would_take_for_commands() -> None:
     assert r"org/model\_1" in text
     assert text.count("\\begin{") == text.count("\\end{") == 2
     assert r"\toprule" in text
+
+
+def _cascade() -> Summary:
+    """Two prompts, each of two steps: the draft proposed 8 tokens in 4 forwards of 5 ms, and the n-grams 6."""
+    roles = {"target": role(weight_bytes=4000), "draft": role(model="small", weight_bytes=1000)}
+    levels = [[[4, 3, 2, 10_000_000], [6, 2, 0, 0]], [[4, 2, 2, 10_000_000], [0, 0, 0, 0]]]
+    facts = {"levels": "draft,ngram"}
+    samples = [sample("autoregressive", prompt) for prompt in range(2)]
+    samples += [
+        sample("cascade", prompt, steps=((4, 4, 3), (3, 4, 2)), levels=levels, facts=facts) for prompt in range(2)
+    ]
+    return summarise(manifest(arm("autoregressive"), arm("cascade", roles=roles)), samples)
+
+
+def test_levels_of_a_cascade_have_a_small_table_of_their_own() -> None:
+    summary = _cascade()
+    plain, cascade = summary.rows
+    assert (plain.levels, plain.standardized_improvement) == ([], None)
+    assert [level["name"] for level in cascade.levels] == ["draft", "ngram"]
+    assert cascade.levels[0] == {
+        "name": "draft", "model": "small", "drafted": 16, "accepted": 10, "acceptance_rate": 0.625, "forwards": 8,
+        "time_ns": 40_000_000, "cost": 0.25,
+    }  # fmt: skip
+    assert cascade.levels[1]["cost"] == 0.0
+    assert cascade.standardized_improvement == 16 / (6 + 8 * 0.25)
+    lines = _shown(summary, 120).splitlines()
+    at = next(at for at, line in enumerate(lines) if line.startswith("task"))
+    assert lines[at + 1].split() == ["toy", "cascade", "draft", "small", "16", "10", "0.625", "2.00", "5.00", "2.00x"]
+    assert lines[at + 2].split() == ["ngram", "-", "12", "4", "0.333", "-", "-"]
+    assert "a count of forwards and not a time" in " ".join(lines)
+    assert "level" not in _shown(_summary(), 120)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_table_of_levels_cuts_no_number(width: int) -> None:
+    text = _shown(_cascade(), width)
+    assert {"0.625", "0.333", "5.00"} <= set(_numbers(text))
+    assert all(cell_len(line) <= max(width, 40) for line in text.splitlines())
+
+
+def test_levels_are_in_every_export() -> None:
+    summary = _cascade()
+    assert "| ngram" in tables.to_markdown(summary)
+    line = list(csv.DictReader(io.StringIO(tables.to_csv(summary))))[1]
+    assert (line["level1_name"], line["level1_forwards"], line["level2_drafted"]) == ("draft", "8", "12")
+    assert json.loads(tables.to_json(summary))["rows"][1]["levels"][0]["time_ns"] == 40_000_000

@@ -1,0 +1,303 @@
+"""What a cascade brings over plain decoding, over `speculative` at its best length, and over `lookup`, task by task.
+
+    python benchmarks/cascade.py --target MODEL --draft MODEL[,MODEL] [--dtype bfloat16] [--threads 2]
+        [--tasks humaneval=32,spec-bench:summarization=16,...] [--max-new-tokens 128]
+        [--task-option spec-bench.path=FILE] [--lengths 2,3,4,6]
+        [--static 2,4,6,8] [--temperature 0] [--json] [--out FILE]
+
+Arms are interleaved prompt by prompt on one set of loaded models and take turns at going first: plain decoding,
+`speculative` once per length, `lookup`, `cascade` on its automatic schedule, and `cascade` with fixed lengths for the
+sweep that the schedule has to keep up with. Speed-ups are sums of decode times over the same prompts, with bootstrap
+intervals. Every arm's tokens are compared with plain decoding's. The ceiling is what the cost model gives for the best
+fixed lengths with the acceptance that was measured: where a goal is missed, it says how much there was to be had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specbench.hardware import devices
+from specbench.hardware.clock import Clock, drain_for
+from specbench.hardware.cost_model import cascade_tokens_per_s
+from specbench.hardware.environment import environment
+from specbench.models.cost_curve import CostCurve
+from specbench.options import build
+from specbench.results import metrics, statistics
+from specbench.results.listener import Listener
+from specbench.results.measure import Ending, Outcome, measure
+from specbench.results.plan import Plan, check, parse_option
+from specbench.results.prepare import Prepared, Turn, prepare
+from specbench.results.records import Sample
+from specbench.results.run import Models
+from specbench.strategies import registry
+from specbench.strategies.base import Request, Strategy
+from specbench.strategies.cascade import cost_curves
+from specbench.tasks import warmup
+
+BASELINE = "autoregressive"
+
+
+@dataclass
+class Arm:
+    name: str
+    strategy: Strategy
+    samples: dict[str, list[Sample]] = field(default_factory=dict)  # by task
+
+
+class Note(Listener):
+    """Progress on stderr."""
+
+    def stage(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    note = warn = stage
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--draft", required=True, help="one or several, from large to small: A,B")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--tasks", default="bundled=16", help="task=prompts, comma-separated")
+    parser.add_argument("--task-option", action="append", default=[], help="spec-bench.path=FILE")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--lengths", default="2,3,4,6", help="draft lengths of speculative")
+    parser.add_argument("--static", default="2,4,6,8", help="draft lengths of the static cascade; empty for none")
+    parser.add_argument("--options", default="", help="options of the automatic cascade: probe=16,tail=false")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path, help="also write the JSON document there")
+    return parser.parse_args(argv)
+
+
+def prepared_tasks(args: argparse.Namespace) -> list[Prepared]:
+    """One plan per task, since each has its own number of prompts."""
+    found = []
+    for entry in args.tasks.split(","):
+        task, _, limit = entry.partition("=")
+        options = {n: {k: v} for n, k, v in map(parse_option, args.task_option) if n == task.partition(":")[0]}
+        plan = Plan(
+            strategy=("speculative", "lookup", "cascade"), target=args.target, draft=args.draft, task=(task,),
+            limit=int(limit) if limit else None, max_new_tokens=args.max_new_tokens, temperature=args.temperature,
+            options=options, seed=args.seed, dtype=args.dtype, threads=args.threads, trace=0,
+        )  # fmt: skip
+        found.append(prepare(check(plan), Note()))
+    return found
+
+
+def make_arms(models: dict[str, Any], args: argparse.Namespace) -> list[Arm]:
+    def arm(name: str, strategy: str, **options: Any) -> Arm:
+        kind = registry.get(strategy)
+        roles = [role for role in (*kind.roles, *kind.optional_roles) if role in models]
+        return Arm(name, kind({role: models[role] for role in roles}, build(kind.Options, options, strategy)))
+
+    numbers = lambda text: [int(number) for number in text.split(",") if number]  # noqa: E731
+    chosen = dict(pair.split("=") for pair in args.options.split(",") if pair)
+    return [
+        arm(BASELINE, BASELINE),
+        *(arm(f"speculative {k}", "speculative", draft_length=k) for k in numbers(args.lengths)),
+        arm("lookup", "lookup"),
+        arm("cascade", "cascade", **chosen),
+        *(arm(f"cascade static {k}", "cascade", schedule="static", draft_length=k) for k in numbers(args.static)),
+    ]
+
+
+def to_sample(arm: str, task: str, turn: Turn, repeat: int, outcome: Outcome) -> Sample:
+    if outcome.error:
+        raise SystemExit(f"{arm}, {task} {turn.prompt.id}: {outcome.error}")
+    return Sample(
+        arm=arm, task=task, prompt_id=turn.prompt.id, prompt_hash=turn.hash, category=turn.prompt.category, turn=0,
+        repeat=repeat, kind="measure", group=0, batch_rows=1, prompt_tokens=len(turn.ids),
+        max_new_tokens=turn.max_new_tokens, token_ids=outcome.token_ids, finish=outcome.finish,
+        ttft_ns=outcome.ttft_ns, e2e_ns=outcome.e2e_ns, drain_ns=outcome.drain_ns, steps=outcome.steps,
+        levels=outcome.levels or None, facts=outcome.facts or None,
+    )  # fmt: skip
+
+
+def measure_task(prepared: Prepared, arms: list[Arm], args: argparse.Namespace, rounds: int) -> int:
+    """All arms on every prompt in turn; the order moves on by one each time."""
+    task = prepared.plan.task[0]
+    sampling = prepared.plan.sampling(prepared.eos)
+    clock, drain = Clock(), drain_for(["cpu"])
+    turns = [turn for turn in prepared.first_turns if turn.error is None]
+    text = warmup.text(sorted(len(turn.ids) for turn in turns)[len(turns) // 2], prepared.codec)
+    for arm in arms:
+        measure(arm.strategy, [Request(0, prepared.codec.encode(text), 16)], sampling, Ending(), clock, drain)
+    for number, turn in enumerate(turns, 1):
+        for repeat in range(args.repeats):
+            first = rounds % len(arms)
+            rounds += 1
+            for arm in arms[first:] + arms[:first]:
+                ending = Ending(frozenset(prepared.eos), turn.prompt.stop, prepared.codec.decode)
+                request = Request(turn.key, turn.ids, turn.max_new_tokens)
+                (outcome,) = measure(arm.strategy, [request], sampling, ending, clock, drain)
+                arm.samples.setdefault(task, []).append(to_sample(arm.name, task, turn, repeat, outcome))
+        print(f"{task}: {number} of {len(turns)} prompts", file=sys.stderr, flush=True)
+    return rounds
+
+
+def report_task(task: str, arms: list[Arm], curves: dict[str, CostCurve]) -> dict[str, Any]:
+    base = arms[0].samples[task]
+    tokens = {(sample.prompt_id, sample.repeat): sample.token_ids for sample in base}
+    found: dict[str, Any] = {"prompts": len({sample.prompt_id for sample in base}), "arms": {}}
+    for arm in arms:
+        ours = arm.samples[task]
+        drafting = metrics.drafting(ours)
+        entry = {
+            "decode_ns": metrics.total_decode_ns(ours),
+            "decode_tokens_per_s": metrics.decode_tokens_per_s(ours),
+            "tokens_per_step": drafting.tokens_per_step,
+            "acceptance_rate": drafting.acceptance_rate,
+            "exact": sum(sample.token_ids == tokens[sample.prompt_id, sample.repeat] for sample in ours),
+            "outputs": len(ours),
+        }
+        if arm is not arms[0]:
+            speedup = statistics.decode_speedup(statistics.pair(base, ours).pairs, per_token=True)
+            if speedup is not None:
+                entry |= {"speedup": speedup.value, "low": speedup.low, "high": speedup.high}
+        if drafting.levels:
+            names = str((ours[0].facts or {}).get("levels", "")).split(",")
+            fields = ("drafted", "accepted", "forwards", "time_ns")
+            counts = [dict(zip(fields, level, strict=True)) for level in drafting.levels]
+            entry["levels"] = [{"name": name, **level} for name, level in zip(names, counts, strict=True)]
+            entry["decisions"] = decisions(ours)
+        found["arms"][arm.name] = entry
+    speed = {name: entry.get("speedup", 1.0) for name, entry in found["arms"].items()}
+    speculative = {name: value for name, value in speed.items() if name.startswith("speculative")}
+    static = {name: value for name, value in speed.items() if name.startswith("cascade static")}
+    best = max(speculative, key=lambda name: speculative[name])
+    found["best_speculative"] = best
+    found["cascade_over_best_speculative"] = speed["cascade"] / speed[best]
+    found["cascade_over_lookup"] = speed["cascade"] / speed["lookup"]
+    found["cascade_over_better_of_both"] = speed["cascade"] / max(speed[best], speed["lookup"])
+    if static:
+        found["best_static"] = max(static, key=lambda name: static[name])
+        found["auto_over_best_static"] = speed["cascade"] / max(static.values())
+    found["ceiling"] = ceiling(found["arms"], curves)
+    return found
+
+
+def decisions(samples: list[Sample]) -> dict[str, float]:
+    """The schedule's rounds of each kind, added up."""
+    total: dict[str, float] = {}
+    for sample in samples:
+        for name, value in (sample.facts or {}).items():
+            if name.endswith("_rounds"):
+                total[name] = total.get(name, 0) + value
+    return total
+
+
+def ceiling(arms: dict[str, Any], curves: dict[str, CostCurve]) -> dict[str, Any] | None:
+    """Speed-up that the cost model gives for the best fixed lengths with the acceptance measured with fixed lengths.
+
+    It takes acceptance for independent of position and text, so a schedule that follows the text may pass it.
+    """
+    static = [entry for name, entry in arms.items() if name.startswith("cascade static") and entry.get("levels")]
+    if not static:
+        return None
+    depth = len(static[0]["levels"])
+    alphas = []
+    for level in range(depth):
+        drafted = sum(entry["levels"][level]["drafted"] for entry in static)
+        accepted = sum(entry["levels"][level]["accepted"] for entry in static)
+        alphas.append(conditional(accepted, drafted))
+    forward_ms = [lambda n, curve=curve: curve.ms(n) for curve in curves.values()]
+    lengths = [1, 2, 3, 4, 6, 8, 12, 16]
+    best = max(
+        ((cascade_tokens_per_s(alphas, [k, *[inner] * (depth - 1)], forward_ms), k, inner)
+         for k in lengths for inner in lengths if inner <= k),
+    )  # fmt: skip
+    plain = 1000 / next(iter(curves.values())).ms(1)
+    return {"speedup": best[0] / plain, "length": best[1], "inner_length": best[2], "alphas": alphas}
+
+
+def conditional(accepted: int, drafted: int) -> float:
+    """Accepted / drafted. A cautious stand-in for the acceptance of a token given those before it, which is higher."""
+    return accepted / drafted if drafted else 0.0
+
+
+def summary(tasks: dict[str, Any]) -> dict[str, Any]:
+    def mean(name: str) -> float:
+        return sum(task[name] for task in tasks.values()) / len(tasks)
+
+    total = {
+        "mean_over_best_speculative": mean("cascade_over_best_speculative"),
+        "best_task_over_best_speculative": max(task["cascade_over_best_speculative"] for task in tasks.values()),
+        "worst_over_better_of_both": min(task["cascade_over_better_of_both"] for task in tasks.values()),
+        "mean_speedup": sum(task["arms"]["cascade"].get("speedup", 1.0) for task in tasks.values()) / len(tasks),
+        "exact": all(
+            arm["exact"] == arm["outputs"] for task in tasks.values() for arm in task["arms"].values()
+        ),
+    }  # fmt: skip
+    if all("auto_over_best_static" in task for task in tasks.values()):
+        total["worst_auto_over_best_static"] = min(task["auto_over_best_static"] for task in tasks.values())
+    return total
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    load_before = os.getloadavg()[0]
+    prepared = prepared_tasks(args)
+    placement = prepared[0].checked.placement
+    devices.apply(placement)
+    source, vocab = Models(), min(one.vocab_size for one in prepared)
+    models = {
+        role: source.load(
+            info, device="cpu", dtype=prepared[0].dtype, runtime="auto", vocab_size=vocab, quant=prepared[0].quant(role)
+        )
+        for role, info in prepared[0].infos.items()
+    }
+    needed = max(one.needed_tokens for one in prepared)
+    for model in models.values():
+        model.reserve(1, needed)
+    arms = make_arms(models, args)
+    for arm in arms:
+        arm.strategy.prepare(1, needed)
+    rounds = 0
+    for one in prepared:
+        rounds = measure_task(one, arms, args, rounds)
+    curves = cost_curves(models, 1, needed)  # as the schedule had them
+    tasks = {one.plan.task[0]: report_task(one.plan.task[0], arms, curves) for one in prepared}
+    document = {
+        "benchmark": "cascade", "target": args.target, "draft": args.draft, "dtype": prepared[0].dtype,
+        "threads": placement.threads, "max_new_tokens": args.max_new_tokens, "temperature": args.temperature,
+        "seed": args.seed, "repeats": args.repeats, "options": args.options, "cpu": environment()["cpu"],
+        "load_before": load_before, "load_after": os.getloadavg()[0],
+        "forward_ms": {role: {n: curve.ms(n) for n in (1, 2, 4, 8, 16)} for role, curve in curves.items()},
+        "tasks": tasks, "summary": summary(tasks),
+    }  # fmt: skip
+    text = json.dumps(document, indent=1, allow_nan=False)
+    if args.out:
+        args.out.write_text(text + "\n", encoding="utf-8")
+    if args.json:
+        print(text)
+    else:
+        show(document)
+    return 0 if document["summary"]["exact"] else 1
+
+
+def show(document: dict[str, Any]) -> None:
+    for task, found in document["tasks"].items():
+        print(f"{task}, {found['prompts']} prompts")
+        for name, arm in found["arms"].items():
+            interval = f" [{arm['low']:.2f}, {arm['high']:.2f}]" if arm.get("low") else ""
+            speed = f"{arm['speedup']:.2f}x{interval}" if "speedup" in arm else "1.00x"
+            print(f"  {name:20s} {arm['decode_tokens_per_s']:7.1f} tok/s  {speed:22s} "
+                  f"{arm['tokens_per_step']:5.2f} tokens/step  {arm['exact']}/{arm['outputs']} exact")  # fmt: skip
+        print(f"  over {found['best_speculative']}: {found['cascade_over_best_speculative']:.3f}, "
+              f"over lookup: {found['cascade_over_lookup']:.3f}")  # fmt: skip
+    print(", ".join(f"{name} {value if isinstance(value, bool) else round(value, 3)}"
+                    for name, value in document["summary"].items()))  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

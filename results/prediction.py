@@ -1,0 +1,163 @@
+"""What each strategy should bring on measured cost curves, if draft tokens are accepted with a given probability.
+
+These are predictions and say so wherever they are shown. They assume independent acceptance; an acceptance that was
+measured on real text turns them into a forecast for that text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..hardware.cost_model import cascade_tokens_per_s
+from ..hardware.overlap import Costs, best_policy, best_sequential, plain_rate
+from ..models.cost_curve import CostCurve
+
+ALPHAS = (0.5, 0.7, 0.9)
+PAYS = 1.03  # by which a strategy has to be faster at the highest acceptance, for it to be worth trying
+LONGEST = 16
+LEAD, MOST = 16, 12  # of the strategies with two devices, as their options have it by default
+HIT = 0.25  # how often duo has prepared for a rejection, before anybody has measured it
+
+Forecast = Callable[[float], tuple[float, dict[str, Any]]]  # acceptance -> speed-up over plain decoding, setting
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What a prediction starts from.
+
+    Attributes:
+        target: its cost curve.
+        drafts: cost curves of the drafts, from large to small; may be empty.
+        context, rows: where on the curves.
+        apart: whether the first draft is on a device of its own.
+        factors: how much slower target and draft are while the other works too.
+    """
+
+    target: CostCurve
+    drafts: Sequence[CostCurve] = ()
+    context: int = 256
+    rows: int = 1
+    apart: bool = False
+    factors: tuple[float, float] = (1.0, 1.0)
+
+    @property
+    def costs(self) -> Costs:
+        return Costs(self._target_ms, self._draft_ms, *self.factors)
+
+    @property
+    def longest(self) -> int:
+        """The longest draft whose verification was measured."""
+        return max(1, min(LONGEST, self.target.new_tokens[-1] - 1))
+
+    def _target_ms(self, new_tokens: float) -> float:
+        return self.target.ms(new_tokens, self.context, self.rows)
+
+    def _draft_ms(self, rows: float) -> float:
+        return self.drafts[0].ms(1, self.context, max(rows, self.rows)) if self.drafts else 0.0
+
+
+def predict(pair: Pair, strategies: Sequence[str]) -> list[dict[str, Any]]:
+    """One row per strategy that there is a formula for, in the order given.
+
+    Returns:
+        `strategy`, `at` (per acceptance of ALPHAS: `speedup` over plain decoding and `setting`), `break_even` (the
+        least acceptance at which it is faster than plain decoding; None if none is), `pays`, and a `note` on what was
+        assumed or why there is no number (`at` is then empty).
+    """
+    rows = []
+    for name in strategies:
+        make = FORECASTS.get(name)
+        if make is None:
+            continue
+        forecast, note = make(pair)
+        row: dict[str, Any] = {"strategy": name, "at": [], "break_even": None, "pays": None, "note": note}
+        if forecast is not None:
+            for alpha in ALPHAS:
+                speedup, setting = forecast(alpha)
+                row["at"].append({"acceptance": alpha, "speedup": round(speedup, 4), "setting": setting})
+            row["break_even"] = break_even(lambda alpha, forecast=forecast: forecast(alpha)[0])
+            row["pays"] = row["at"][-1]["speedup"] >= PAYS
+        rows.append(row)
+    return rows
+
+
+def break_even(speedup: Callable[[float], float], digits: int = 3) -> float | None:
+    """The least acceptance at which a speed-up that grows with it reaches 1; None where it never does."""
+    low, high = 0.0, 1.0
+    if speedup(high) < 1:
+        return None
+    while high - low > 10**-digits / 2:
+        middle = (low + high) / 2
+        low, high = (low, middle) if speedup(middle) >= 1 else (middle, high)
+    return round(high, digits)
+
+
+def _speculative(pair: Pair) -> tuple[Forecast | None, str]:
+    if not pair.drafts:
+        return None, "needs a draft model"
+    return _in_turns(pair.costs, pair.longest), ""
+
+
+def _lookup(pair: Pair) -> tuple[Forecast | None, str]:
+    costs = Costs(pair.costs.target_ms, lambda rows: 0.0)
+    return _in_turns(costs, pair.longest), "if every step finds a draft; where none is found it is plain decoding"
+
+
+def _in_turns(costs: Costs, longest: int) -> Forecast:
+    """Leviathan et al. 2023: expected tokens over k T_draft(1) + T_target(k + 1), at the best k."""
+
+    def forecast(alpha: float) -> tuple[float, dict[str, Any]]:
+        rate, length = best_sequential(costs, alpha, longest)
+        return rate / plain_rate(costs), {"draft-length": length}
+
+    return forecast
+
+
+def _overlapped(hit: float, note: str, tunable: bool = False) -> Callable[[Pair], tuple[Forecast | None, str]]:
+    def make(pair: Pair) -> tuple[Forecast | None, str]:
+        if not pair.drafts:
+            return None, "needs a draft model"
+        if not pair.apart:
+            return None, "needs the draft on a device of its own, as in --place target=cpu:0,draft=cpu:1"
+        costs, most = pair.costs, min(MOST, pair.longest)
+
+        def forecast(alpha: float) -> tuple[float, dict[str, Any]]:
+            policy = best_policy(costs, alpha, most, LEAD, hit)
+            setting = {"min-ready": policy.need, "max-verify": policy.most} if tunable else {}
+            return policy.rate / plain_rate(costs), setting
+
+        return forecast, note
+
+    return make
+
+
+def _cascade(pair: Pair) -> tuple[Forecast | None, str]:
+    """Two levels: the first draft reviews what the second one, or a lookup, proposes; the same acceptance at both."""
+    if not pair.drafts:
+        return None, "needs a draft model"
+    curves = [pair.target, *pair.drafts[:2]]
+
+    def ms_of(curve: CostCurve) -> Callable[[int], float]:
+        return lambda count: curve.ms(count, pair.context, pair.rows)
+
+    forwards = [ms_of(curve) for curve in curves]
+    plain = 1000 / forwards[0](1)
+
+    def forecast(alpha: float) -> tuple[float, dict[str, Any]]:
+        lengths = [(outer, inner) for outer in range(1, min(8, pair.longest) + 1) for inner in range(1, 7)]
+        rate, best = max((cascade_tokens_per_s([alpha, alpha], both, forwards), both) for both in lengths)
+        return rate / plain, {"draft-length": best[0]}
+
+    below = "the second draft" if len(pair.drafts) > 1 else "a lookup that finds a draft in every step"
+    return forecast, f"below the first draft {below}, with the same acceptance at both levels"
+
+
+FORECASTS: Mapping[str, Callable[[Pair], tuple[Forecast | None, str]]] = {
+    "speculative": _speculative,
+    "lookup": _lookup,
+    "cascade": _cascade,
+    "async": _overlapped(0.0, "", tunable=True),
+    "duo": _overlapped(HIT, f"if {HIT:.0%} of the rejections were prepared for"),
+}
