@@ -380,8 +380,8 @@ class _Distilling:
         self.next_look = self.spent + self.progress.total_s / LOOKS
         found = self.progress.latest = self.held_out.judge(self.student, self.kept)
         if self.progress.best is None or found.agreement > self.progress.best.agreement:
-            self.progress.best = found
             distill_card.write_draft(self.out, self.student, self.ranked, self.settings.store)
+            self.progress.best = found  # only now is there a draft to speak of, should Ctrl-C come
             self._write_card()
         self._save_state()
         self._say("training")

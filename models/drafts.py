@@ -14,7 +14,7 @@ from pathlib import Path
 from ..errors import ModelError
 from . import head_vocab
 from .draft_options import DraftOptions
-from .info import ModelInfo, describe, file_fingerprint
+from .info import ModelInfo, describe, explained, file_fingerprint
 from .specs import DRAFT_FILE, ModelSpec
 from .tables import tables_digest
 
@@ -86,7 +86,8 @@ def _distilled(target: ModelInfo, spec: ModelSpec, role: str) -> ModelInfo:
         )
     card, name = read_card(folder, f"{role} {spec.text}"), f"{role} {spec.text}"
     digest = tables_digest(target)
-    config = AutoConfig.from_pretrained(folder)
+    with explained(spec, role):
+        config = AutoConfig.from_pretrained(folder)
     if config.hidden_size != target.config.hidden_size or (digest and digest != card["target_digest"]):
         raise ModelError(
             f"{name}: was distilled for {card['target']}, whose embeddings it shares, and the target {target.name} has "
@@ -111,7 +112,10 @@ def _shaped(info: ModelInfo, target: ModelInfo, options: DraftOptions, quant: st
     """The draft with what the options make of it, in its name and its fingerprint as well."""
     quant = info.spec.quant or quant
     if options.changes_grid and quant is None:
-        raise ModelError(f"{info.role} {info.name}: draft.head, group-size and group-offset are of quantised drafts")
+        raise ModelError(
+            f"{info.role} {info.name}: draft.head, group-size and group-offset are of quantised drafts; "
+            "give --draft self:int4 or --draft-quant int4"
+        )
     ids, words = _head_ids(info, target, options), []
     identity = info.fingerprint
     if quant and not info.spec.quant and (options.changes_grid or options.head_vocab):
@@ -152,8 +156,12 @@ def _head_ids(info: ModelInfo, target: ModelInfo, options: DraftOptions) -> tupl
         return None
     size = min(info.vocab_size, target.vocab_size)
     if max(ranked) >= max(info.vocab_size, target.vocab_size):
-        raise ModelError(f"{source}: holds token id {max(ranked)}, and {info.name} has {info.vocab_size}")
+        raise ModelError(
+            f"{source}: holds token id {max(ranked)}, and {info.name} has {info.vocab_size}; give a list made for it"
+        )
     ids = head_vocab.choose(ranked, count or len(ranked) + len(target.eos_ids), size, target.eos_ids)
     if count and len(ids) < min(count, size):
-        raise ModelError(f"draft.head-vocab={count}: {source} lists {len(ids)} tokens only")
+        raise ModelError(
+            f"draft.head-vocab={count}: {source} lists {len(ids)} tokens only; lower it, or give a longer list"
+        )
     return None if len(ids) >= size else ids

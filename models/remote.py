@@ -10,7 +10,6 @@ each process on its own, the difference is measured once and taken off.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -60,8 +59,11 @@ class ModelWorker(Worker):
         if not self.models:
             self.close()
         elif self.alive:
-            with contextlib.suppress(WorkerError):
+            try:
+                self.settle(2)
                 self.call(_unload, key)
+            except WorkerError:  # it is at something that nobody waits for any more
+                self.close()
 
     def drain(self) -> None:
         """Ends what is still going on in the worker, and waits until it and its device have nothing left to do."""

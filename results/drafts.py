@@ -5,6 +5,7 @@ Measurements are kept in the user's cache folder, by the fingerprints of target 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import statistics
@@ -61,7 +62,11 @@ def candidates(
     known, place = _load(), hardware(threads)
     found = []
     for draft, how in _found(target, folders):
-        info = describe_draft(parse(draft), target)
+        try:
+            info = describe_draft(parse(draft), target)
+        except ModelError as error:  # one that cannot be used must not hide the others
+            found.append(Candidate(draft, f"cannot be used: {error}"))
+            continue
         past = known.get(_key(target, info, dtype, place)) or {}
         measured = f"{dtype}, {place}" if past else ""
         found.append(Candidate(draft, how, past.get("cost_ratio"), past.get("agreement"), measured))
@@ -82,8 +87,9 @@ def _found(target: ModelInfo, folders: Sequence[Path]) -> Iterable[tuple[str, st
         if folder.resolve() == own:
             continue
         if (folder / DRAFT_FILE).is_file():
-            if digest and read_card(folder, name)["target_digest"] == digest:
-                yield name, "distilled for this target"
+            with contextlib.suppress(ModelError):  # of another format, or not finished
+                if digest and read_card(folder, name)["target_digest"] == digest:
+                    yield name, "distilled for this target"
         elif (smaller := _share_of(target, folder)) is not None:
             yield name, f"the same vocabulary, {smaller:.2f} of the size"
 

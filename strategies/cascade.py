@@ -42,6 +42,7 @@ PRESETS = {
     "example": ("5,15;0,10", 1.0),
 }
 STATIC_LENGTH, MOST = 4, 16
+MIN_MATCH, PER_MATCH, PROBE = 2, 2.0, 32
 MEASURED_COUNTS, MEASURED_PROMPT = (1, 2, 3, 4, 6, 8, 12, 16), 128
 MEASURED_CONTEXT = 512
 _NO_LIMIT = 1 << 30
@@ -59,11 +60,11 @@ class Options:
     preset: K and lenience of a named configuration: ms, pw (three levels), llama, example (two).
     lenience: how lenient drafters are with each other, from 1; the target never is.
     faithful: block rules of the released code.
-    min_match, per_match: as for `lookup`, for the ngram level with fixed lengths.
+    min_match, per_match: as for `lookup` (2, 2), for the ngram level with fixed lengths.
     bigrams: JSON file of `{"token id": following id}`, for the statistical level where nothing matches.
-    probe: rounds after which `auto` tries a bypassed draft model again.
-    confidence: whether `auto` ends a draft by how sure the draft model is.
-    tail: whether `auto` lets the ngram level add to a draft model's draft.
+    probe: rounds after which `auto` tries a bypassed draft model again (32).
+    confidence: whether `auto` ends a draft by how sure the draft model is (true).
+    tail: whether `auto` lets the ngram level add to a draft model's draft (true).
     """
 
     levels: tuple[str, ...] = ()
@@ -73,12 +74,12 @@ class Options:
     preset: str | None = None
     lenience: float | None = None
     faithful: bool = False
-    min_match: int = 2
-    per_match: float = 2.0
+    min_match: int | None = None
+    per_match: float | None = None
     bigrams: Path | None = None
-    probe: int = 32
-    confidence: bool = True
-    tail: bool = True
+    probe: int | None = None
+    confidence: bool | None = None
+    tail: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("draft_length", "lenience", "min_match", "per_match", "probe"):
@@ -92,6 +93,11 @@ class Options:
         if self.preset and self.k:
             raise UsageError("cascade.preset and cascade.k both say how long drafts are; give one of them")
         fixed = "faithful" if self.faithful else "preset" if self.preset else "k" if self.k else ""
+        by_schedule = not (fixed or self.schedule == "static" or "mag" in self.levels)
+        for name in ("min_match", "per_match") if by_schedule else ("probe", "confidence", "tail"):
+            if getattr(self, name) is not None:
+                kind = "fixed lengths; give cascade.schedule=static" if by_schedule else "cascade.schedule=auto"
+                raise UsageError(f"cascade.{name.replace('_', '-')}: is of {kind}, or leave it out")
         if fixed and self.schedule == "auto":
             raise UsageError(f"cascade.schedule=auto: lengths are fixed by cascade.{fixed}; leave one of them out")
         if self.faithful and not (self.k or self.preset):
@@ -223,7 +229,12 @@ def cascade_drafter(models: Mapping[str, CachedModel], sampling: Sampling, setti
 def _scheduled(
     times: Times, level: Any, level_times: Any, ngram: Ngram | None, most: int, sampling: Sampling, options: Options
 ) -> Scheduled:
-    how = {"probe": options.probe, "confidence": options.confidence, "tail": options.tail, "eos": sampling.eos}
+    how = {
+        "probe": options.probe or PROBE,
+        "confidence": options.confidence is not False,
+        "tail": options.tail is not False,
+        "eos": sampling.eos,
+    }
     return Scheduled(times, level, level_times, ngram, most, **how)
 
 
@@ -256,7 +267,7 @@ def _statistical(name: str, level: int, settings: Settings) -> Drafter:
     options = settings.options
     if name == "mag":
         return MaxGram(level, faithful=options.faithful, bigrams=settings.bigrams)
-    return Ngram(level, options.min_match, options.per_match, settings.bigrams)
+    return Ngram(level, options.min_match or MIN_MATCH, options.per_match or PER_MATCH, settings.bigrams)
 
 
 class Cascade(Strategy):

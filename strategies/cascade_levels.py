@@ -14,6 +14,7 @@ from ..models.base import CachedModel
 from . import noise
 from .base import Draft, Drafter, Level, Row
 from .proposal import NOTHING, Proposal, ahead_of, joined
+from .statistical import Ngram
 from .verify import Verdict, Verifier, lenient_proposal
 
 CONFIDENCES = (0.3, 0.5, 0.7, 0.85, 0.95, 0.99)  # lower bounds of the upper classes of a drafter's own probability
@@ -189,6 +190,8 @@ class Stages(Feed):
                     ahead[i].tokens.extend(part.tokens)
                     parts[i].append(part)  # type: ignore[arg-type]
                     done[i] += len(part.tokens)
+                if isinstance(drafter, Ngram):  # asked again, it would go on behind its own words
+                    break
                 live = [i for i, part in zip(live, made, strict=True) if part.tokens and done[i] < reaches[i]]
         return [joined(found, limit) if found else NOTHING for found, limit in zip(parts, limits, strict=True)]
 

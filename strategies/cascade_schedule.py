@@ -40,6 +40,7 @@ WEIGHT = 4.0  # observations that what is assumed at first counts for
 KEPT = 0.97  # of the weight of an observation, with every later one of its kind: some thirty are remembered
 WORTH = 1.02  # how much faster than plain decoding a draft has to promise to be: making one takes time of its own
 LEAST = 0.01  # of a one-token forward, what one more token costs at the least
+PAYS_BACK = 32  # tokens over which it pays to read what a level has missed
 HOPE = 0.9  # share of right tokens with which a bypassed draft model has to pay to be tried again
 assert len(SURE) == len(CONFIDENCES) + 1
 
@@ -211,7 +212,7 @@ class Scheduled(Feed):
         if limit < 1:
             return best
         if self.ngram is not None:
-            said = self.ngram.propose([row], [limit])[0]
+            said = self._until_end(self.ngram.propose([row], [limit])[0])
             if choose:
                 state.said = said
             alphas = [state.right(sign).value for sign in said.signs]
@@ -222,12 +223,12 @@ class Scheduled(Feed):
             return best
         token_ms = self.token_ms(row, limit, rows)
         length, rate = best_draft_length([state.alpha.value] * limit, lambda k: k * token_ms, times.__getitem__)
-        rate = self._after_reading(row, rate, length, rows)
+        rate = self._after_reading(row, rate, expected_tokens(state.alpha.value, length), rows)
         if length and rate > best.rate and rate * times[1] > WORTH:
             return Plan(NEURAL, length, rate)
         if choose and state.since_neural >= self.probe:
             hoped, rate = best_draft_length([HOPE] * limit, lambda k: k * token_ms, times.__getitem__)
-            if hoped and self._after_reading(row, rate, hoped, rows) > best.rate:
+            if hoped and self._after_reading(row, rate, expected_tokens(HOPE, hoped), rows) > best.rate:
                 return Plan(NEURAL, 1, best.rate)
             state.since_neural = 0
         return best
@@ -241,10 +242,14 @@ class Scheduled(Feed):
             return 1 / inner.plan(row, limit - 1, rows).rate
         return self.level_times.of(rows)[1]
 
-    def _after_reading(self, row: Row, rate: float, length: int, rows: int) -> float:
+    def _after_reading(self, row: Row, rate: float, tokens: float, rows: int) -> float:
         """The rate when the time is counted in which the level reads what it has not read yet.
 
-        A few tokens are paid by this round; a prompt, by half of what the row may still get, since texts end early.
+        It is read once and serves every later round: a prompt all that the row may still get, half of which is counted
+        since texts end early; what other ways made meanwhile the next `PAYS_BACK` tokens, until it is read again.
+
+        Args:
+            tokens: that the round is expected to make.
         """
         assert self.level is not None
         assert self.level_times is not None
@@ -255,7 +260,7 @@ class Scheduled(Feed):
         left = max(1, row.request.max_new_tokens - row.new_tokens) / 2
         times = self.level_times
         reading = times.reading(behind + 1, rows) - times.of(rows)[1]
-        tokens = max(expected_tokens(self._state(row).alpha.value, length), 1.0 if known else left)
+        tokens = max(tokens, min(left, PAYS_BACK) if known else left)
         return tokens / (tokens / rate + reading)
 
     # Drafting
@@ -304,7 +309,7 @@ class Scheduled(Feed):
         """What the n-gram level adds: each token while it is worth the longer review."""
         assert self.ngram is not None
         state, times = self._state(row), self.times.of(rows)
-        found = self.ngram.propose([row], [limit])[0]
+        found = self._until_end(self.ngram.propose([row], [limit])[0])
         count = 0
         for sign in found.signs:
             survive *= state.right(sign).value
@@ -312,6 +317,12 @@ class Scheduled(Feed):
                 break
             count += 1
         return joined([found], count) if count else NOTHING
+
+    def _until_end(self, proposal: Proposal) -> Proposal:
+        """Without what stands behind an end of text: in a conversation the next turn's question would be copied."""
+        ends = (at + 1 for at, token in enumerate(proposal.tokens) if token in self.eos)
+        kept = next(ends, len(proposal.tokens))
+        return proposal if kept == len(proposal.tokens) else joined([proposal], kept)
 
     def _state(self, row: Row) -> _State:
         return self._states.setdefault(row.index, _State())

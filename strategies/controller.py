@@ -44,15 +44,20 @@ class Way:
     rate: float = 0.0
 
 
-def ways(costs: Costs, most: int, lead: int) -> dict[tuple[int, int], dict[str, Way]]:
-    """The best way of each mode, by index in ALPHAS and in HITS. Takes some tenths of a second."""
+def ways(costs: Costs, most: int, lead: int, rows: float = 1.0) -> dict[tuple[int, int], dict[str, Way]]:
+    """The best way of each mode, by index in ALPHAS and in HITS. Takes some tenths of a second.
+
+    Args:
+        rows: of a draft step, on average, where rejections are prepared for.
+    """
     table = {}
     plain = Way("plain", 0, 0, 0, plain_rate(costs))
     for a, alpha in enumerate(ALPHAS):
         rate, length = best_sequential(costs, alpha, most)
         turns = Way("turns", length, length, length, rate)
         for h, hit in enumerate(HITS):
-            best = best_policy(costs, alpha, most, lead, hit)
+            # Further ahead than two verifications changes nothing, and costs a lot to compute.
+            best = best_policy(costs, alpha, most, min(lead, 2 * most), hit, rows if hit else 1.0)
             overlap = Way("overlap", best.need, best.most, lead, best.rate)
             table[a, h] = {way.mode: way for way in (overlap, turns, plain)}
     return table
@@ -107,14 +112,13 @@ class Controller:
             self._accepted, self._tried = 0.25 * self._accepted, 0.25 * self._tried
             self._looked = 0
             return self._go(self._table[self._at()]["overlap"] if self._table else self._start)
-        if not drafted:
-            return False
-        rejected = accepted < drafted
-        self._accepted = self._accepted * KEEPS + accepted
-        self._tried = self._tried * KEEPS + accepted + rejected
-        if rejected:
-            self._hits, self._rejected = self._hits * KEEPS + hit, self._rejected * KEEPS + 1
-        self._looked += drafted
+        if drafted:
+            rejected = accepted < drafted
+            self._accepted = self._accepted * KEEPS + accepted
+            self._tried = self._tried * KEEPS + accepted + rejected
+            if rejected and self.way.mode == "overlap":  # in turns nothing is prepared
+                self._hits, self._rejected = self._hits * KEEPS + hit, self._rejected * KEEPS + 1
+        self._looked += drafted or 1  # a draft that is never there in time has to be given up, too
         if self._table is None:
             return False
         known = self._table[self._at()]
@@ -136,11 +140,16 @@ class Controller:
         return changed
 
     def _fixed(self, way: Way) -> Way:
-        if way.mode != "overlap":
+        if way.mode == "plain":
             return way
+        if way.mode == "turns":
+            length = min(way.most, self._most or way.most, self._start.lead)
+            return Way(way.mode, length, length, length, way.rate)
         most = way.most if self._most is None else self._most
-        need = way.need if self._need is None else self._need
-        return Way(way.mode, min(need, most), most, way.lead, way.rate)
+        if self._need is None:
+            return Way(way.mode, min(way.need, most), most, way.lead, way.rate)
+        most = max(most, self._need) if self._most is None else most
+        return Way(way.mode, min(self._need, most), most, way.lead, way.rate)
 
 
 def _nearest(grid: tuple[float, ...], value: float) -> int:

@@ -23,7 +23,7 @@ from ..errors import UsageError
 from .ahead import Settings
 from .base import Request, Step
 from .controller import Controller, Way
-from .duo_published import published_rounds
+from .duo_published import MOST_BRANCHES, published_rounds
 from .overlapped import MOST, Overlapped, not_default
 from .sampling import Sampling
 
@@ -109,7 +109,10 @@ class Duo(Overlapped):
         return made
 
     def prepare(self, rows: int, tokens: int) -> None:
-        if not self.options.faithful:
+        if self.options.faithful:
+            draft = self.models["draft"]
+            draft.reserve(min(MOST_BRANCHES, draft.max_rows), tokens)
+        else:
             super().prepare(rows, tokens)
 
     def controller(self) -> Controller:

@@ -65,8 +65,8 @@ class Ledger:
             self.wasted += 1
             if list(ids) == self._text.view()[base : base + len(ids)].tolist():
                 self._lines[number] = []
-        elif list(ids[:shared]) == self._text.view()[base : base + shared].tolist():
-            # The parent is alive: it says the same as this line up to the last token, which is not verified yet.
+        elif parent in self._lines and list(ids[:shared]) == self._text.view()[base : base + shared].tolist():
+            # The parent says the same as this line up to the last token, which is not verified yet.
             self._lines[number] = [*self._lines[parent][: len(ids) - 1 - shared], new]
         else:
             self.wasted += 1

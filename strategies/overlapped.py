@@ -63,7 +63,7 @@ class Overlapped(Strategy):
         branches = min(self.settings().branches, draft.max_rows)
         draft.reserve(branches, tokens)
         self.costs = measure_costs(self.target, draft, tokens, branches)
-        self.table = ways(self.costs, MOST, self.settings().lead)
+        self.table = ways(self.costs, MOST, self.settings().lead, (1 + branches) / 2)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Step]:
         if len(requests) != 1:
@@ -107,21 +107,22 @@ class _Verifying:
         assert self.port is not None
         verifier, row, way = Verifier(self.sampling), self.row, self.controller.way
         self._pace(way)
-        draft = Draft(())  # nothing is waited for before the first token is out
+        draft, told = Draft(()), 0  # nothing is waited for before the first token is out
         while not self.request.done:
             logits = self.target.advance([row.tokens.view(draft.tokens)], len(draft.tokens) + 1, [0])
             (verdict,) = verifier.verify([row], [draft], logits)
-            start, wasted = len(row.tokens), self.ledger.wasted
+            start = len(row.tokens)
             row.tokens.extend(verdict.tokens)
-            self._send(ahead.VERIFIED, base=start, ids=verdict.tokens)
             self.busy_ns += self.target.last_forward_ns
-            self._listen()
+            self._listen()  # before the news goes out: what was drafted after it is about a longer text
+            self._send(ahead.VERIFIED, base=start, ids=verdict.tokens)
             hit = self.ledger.verified(verdict.tokens, len(draft.tokens))
             drafted, accepted = len(draft.tokens), verdict.accepted
             if self.after_round and row.new_tokens == 1:
                 self._wait(1)
             rejected = tuple(draft.tokens[accepted:])
-            yield Step(0, verdict.tokens, drafted, accepted, (), self.ledger.wasted - wasted, rejected)
+            wasted, told = self.ledger.wasted - told, self.ledger.wasted
+            yield Step(0, verdict.tokens, drafted, accepted, (), wasted, rejected)
             if self.request.done:
                 return
             if not self.settings.interrupt:  # only now is known what it has prepared
@@ -137,7 +138,8 @@ class _Verifying:
         way = self.controller.way
         room = self.row.room(self.target)
         if room and self.settings.interrupt:
-            self._wait(min(way.need, room))
+            reads_still = not self.ledger.posted and not self.settings.after_prefill
+            self._wait(0 if reads_still else min(way.need, room))
         tokens = self.ledger.best()[: min(way.most, room)]
         if self.tells_rounds:
             self.rounds += 1

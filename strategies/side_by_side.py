@@ -10,7 +10,7 @@ from typing import Any
 from ..hardware.overlap import Costs
 from ..hardware.workers import Port
 from ..models.base import CachedModel
-from ..models.remote import cost_of, fastest_costs, host_of
+from ..models.remote import cost_of, fastest_costs, host_of, timed
 
 COUNTS = (1, 2, 3, 4, 6, 8, 12)
 ROWS = (1, 2, 4, 8)
@@ -63,8 +63,7 @@ def _keep_busy(model: CachedModel, port: Port, context: int) -> None:
     port.send(READY)
     took: list[int] = []
     while not took or port.receive() is None:
-        model.advance([ids]).argmax(-1).tolist()
-        took.append(model.last_forward_ns)
+        took.append(timed(lambda: model.advance([ids]).argmax(-1).tolist())[1])
     model.reset()
     port.send(DONE, base=sorted(took)[len(took) // 2])
 

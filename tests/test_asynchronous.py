@@ -235,6 +235,20 @@ def test_controller_takes_turns_where_overlap_is_expected_to_lose():
     assert way.need == way.most == way.lead >= 1
 
 
+def test_controller_gives_up_a_draft_that_is_never_there_in_time():
+    """Steps without a draft were once left out of the count, and a draft as slow as the target was kept for ever."""
+    slow = Costs(COSTS.target_ms, lambda r: 110.0, 1.4, 1.4)
+    controller = Controller(Way("overlap", 1, 12, 16), ways(slow, 12, 16), need=0)
+    assert drive(controller, 20, 0, 0).mode == "plain"
+
+
+def test_controller_keeps_to_the_limits_that_were_given_in_turns_too():
+    dear = Costs(COSTS.target_ms, lambda r: 10.0, 1.5, 1.5)
+    controller = Controller(Way("overlap", 1, 12, 16), ways(dear, 12, 16), most=2)
+    way = drive(controller, 20, 2, 2)
+    assert (way.mode, way.most, way.lead) == ("turns", 2, 2)
+
+
 def test_controller_waits_for_a_minimum_and_can_be_switched_off():
     assert drive(controlled(), 3, 3, 0).mode == "overlap"
     assert drive(controlled(on=False), 40, 3, 0).mode == "overlap"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -164,9 +165,9 @@ def test_a_lenient_draft_is_what_its_distribution_says():
 
 LEVELS = {
     "one": dict(levels="draft", draft_length=3),
-    "two, statistical": dict(levels="draft,ngram", draft_length=3, min_match=1),
+    "two, statistical": dict(levels="draft,ngram", draft_length=3, min_match=1, schedule="static"),
     "two, neural": dict(levels="draft,draft:2", draft_length=3),
-    "three": dict(levels="draft,draft:2,ngram", draft_length=4, min_match=1),
+    "three": dict(levels="draft,draft:2,ngram", draft_length=4, min_match=1, schedule="static"),
     "three, horizontal": dict(levels="draft,draft:2,ngram", k="1,2,3;0,1,2;0,0,2", min_match=1),
 }
 
@@ -358,6 +359,23 @@ def test_a_draft_model_that_cannot_pay_is_bypassed_for_good():
     assert all(step.drafted == 0 for step in steps)
     assert strategy.facts == {"levels": "draft", "schedule": "auto", "plain_rounds": 59, "draft_rounds": 0,
                               "draft_mean_length": 0, "bypassed": "draft"}  # fmt: skip
+
+
+def test_a_draft_model_that_missed_a_copied_passage_reads_it_and_drafts_again():
+    """Reading was once charged to the one round after it, which shut the draft model out for the rest of the text."""
+    counts = (1, 2, 4, 8, 16, 32)
+
+    def times(ms: float, slope: float) -> schedule.Times:
+        values = np.array([ms * (1 + slope * (count - 1)) for count in counts]).reshape(-1, 1, 1)
+        return schedule.Times(CostCurve(counts, (1,), (1,), values), 8)
+
+    def way(read: int) -> int:
+        level = SimpleNamespace(known={0: read}, inner=None, level=0)
+        feed = schedule.Scheduled(times(34, 0.04), level, times(13, 0.24), None, 8)  # type: ignore[arg-type]
+        return feed.plan(Row(0, Request(1, [1] * 60, 200)), 8, 1).way
+
+    assert [way(read) for read in (59, 55, 40)] == [schedule.NEURAL] * 3
+    assert way(-3000) == schedule.PLAIN  # more than the next tokens can pay for
 
 
 def test_a_draft_model_that_is_always_wrong_is_dropped_and_tried_again_now_and_then():
