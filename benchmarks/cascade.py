@@ -18,80 +18,30 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from interleaved import Arm, measure_task, parser_of, prepared_tasks
+
 from specbench.hardware import devices
-from specbench.hardware.clock import Clock, drain_for
 from specbench.hardware.cost_model import cascade_tokens_per_s
 from specbench.hardware.environment import environment
 from specbench.models.cost_curve import CostCurve
 from specbench.options import build
 from specbench.results import metrics, statistics
-from specbench.results.listener import Listener
-from specbench.results.measure import Ending, Outcome, measure
-from specbench.results.plan import Plan, check, parse_option
-from specbench.results.prepare import Prepared, Turn, prepare
 from specbench.results.records import Sample
 from specbench.results.run import Models
 from specbench.strategies import registry
-from specbench.strategies.base import Request, Strategy
 from specbench.strategies.cascade import cost_curves
-from specbench.tasks import warmup
 
 BASELINE = "autoregressive"
 
 
-@dataclass
-class Arm:
-    name: str
-    strategy: Strategy
-    samples: dict[str, list[Sample]] = field(default_factory=dict)  # by task
-
-
-class Note(Listener):
-    """Progress on stderr."""
-
-    def stage(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    note = warn = stage
-
-
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--draft", required=True, help="one or several, from large to small: A,B")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser = parser_of(__doc__)
     parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--tasks", default="bundled=16", help="task=prompts, comma-separated")
-    parser.add_argument("--task-option", action="append", default=[], help="spec-bench.path=FILE")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--lengths", default="2,3,4,6", help="draft lengths of speculative")
     parser.add_argument("--static", default="2,4,6,8", help="draft lengths of the static cascade; empty for none")
     parser.add_argument("--options", default="", help="options of the automatic cascade: probe=16,tail=false")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path, help="also write the JSON document there")
     return parser.parse_args(argv)
-
-
-def prepared_tasks(args: argparse.Namespace) -> list[Prepared]:
-    """One plan per task, since each has its own number of prompts."""
-    found = []
-    for entry in args.tasks.split(","):
-        task, _, limit = entry.partition("=")
-        options = {n: {k: v} for n, k, v in map(parse_option, args.task_option) if n == task.partition(":")[0]}
-        plan = Plan(
-            strategy=("speculative", "lookup", "cascade"), target=args.target, draft=args.draft, task=(task,),
-            limit=int(limit) if limit else None, max_new_tokens=args.max_new_tokens, temperature=args.temperature,
-            options=options, seed=args.seed, dtype=args.dtype, threads=args.threads, trace=0,
-        )  # fmt: skip
-        found.append(prepare(check(plan), Note()))
-    return found
 
 
 def make_arms(models: dict[str, Any], args: argparse.Namespace) -> list[Arm]:
@@ -109,40 +59,6 @@ def make_arms(models: dict[str, Any], args: argparse.Namespace) -> list[Arm]:
         arm("cascade", "cascade", **chosen),
         *(arm(f"cascade static {k}", "cascade", schedule="static", draft_length=k) for k in numbers(args.static)),
     ]
-
-
-def to_sample(arm: str, task: str, turn: Turn, repeat: int, outcome: Outcome) -> Sample:
-    if outcome.error:
-        raise SystemExit(f"{arm}, {task} {turn.prompt.id}: {outcome.error}")
-    return Sample(
-        arm=arm, task=task, prompt_id=turn.prompt.id, prompt_hash=turn.hash, category=turn.prompt.category, turn=0,
-        repeat=repeat, kind="measure", group=0, batch_rows=1, prompt_tokens=len(turn.ids),
-        max_new_tokens=turn.max_new_tokens, token_ids=outcome.token_ids, finish=outcome.finish,
-        ttft_ns=outcome.ttft_ns, e2e_ns=outcome.e2e_ns, drain_ns=outcome.drain_ns, steps=outcome.steps,
-        levels=outcome.levels or None, facts=outcome.facts or None,
-    )  # fmt: skip
-
-
-def measure_task(prepared: Prepared, arms: list[Arm], args: argparse.Namespace, rounds: int) -> int:
-    """All arms on every prompt in turn; the order moves on by one each time."""
-    task = prepared.plan.task[0]
-    sampling = prepared.plan.sampling(prepared.eos)
-    clock, drain = Clock(), drain_for(["cpu"])
-    turns = [turn for turn in prepared.first_turns if turn.error is None]
-    text = warmup.text(sorted(len(turn.ids) for turn in turns)[len(turns) // 2], prepared.codec)
-    for arm in arms:
-        measure(arm.strategy, [Request(0, prepared.codec.encode(text), 16)], sampling, Ending(), clock, drain)
-    for number, turn in enumerate(turns, 1):
-        for repeat in range(args.repeats):
-            first = rounds % len(arms)
-            rounds += 1
-            for arm in arms[first:] + arms[:first]:
-                ending = Ending(frozenset(prepared.eos), turn.prompt.stop, prepared.codec.decode)
-                request = Request(turn.key, turn.ids, turn.max_new_tokens)
-                (outcome,) = measure(arm.strategy, [request], sampling, ending, clock, drain)
-                arm.samples.setdefault(task, []).append(to_sample(arm.name, task, turn, repeat, outcome))
-        print(f"{task}: {number} of {len(turns)} prompts", file=sys.stderr, flush=True)
-    return rounds
 
 
 def report_task(task: str, arms: list[Arm], curves: dict[str, CostCurve]) -> dict[str, Any]:
@@ -246,7 +162,7 @@ def summary(tasks: dict[str, Any]) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     load_before = os.getloadavg()[0]
-    prepared = prepared_tasks(args)
+    prepared = prepared_tasks(args, ("speculative", "lookup", "cascade"), threads=args.threads)
     placement = prepared[0].checked.placement
     devices.apply(placement)
     source, vocab = Models(), min(one.vocab_size for one in prepared)

@@ -22,31 +22,24 @@ from __future__ import annotations
 import argparse
 import json
 import statistics as numbers
-import sys
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
+from interleaved import Arm, measure_task, parser_of, prepared_tasks
 
 from specbench.hardware import devices
-from specbench.hardware.clock import Clock, Drain
+from specbench.hardware.clock import Drain
 from specbench.hardware.environment import environment
 from specbench.hardware.overlap import Costs, best_policy, best_sequential, ideal, perfect_rate, plain_rate
 from specbench.models.load import load
 from specbench.models.remote import RemoteModel, load_remote
 from specbench.options import build
 from specbench.results import metrics, statistics
-from specbench.results.listener import Listener
-from specbench.results.measure import Ending, Outcome, measure
-from specbench.results.plan import Plan, check, parse_option
-from specbench.results.prepare import Prepared, Turn, prepare
+from specbench.results.prepare import Prepared
 from specbench.results.records import Sample
 from specbench.strategies import registry
-from specbench.strategies.base import Request, Strategy
 from specbench.strategies.overlapped import Overlapped
 from specbench.strategies.side_by_side import as_record
-from specbench.tasks import warmup
 
 PLAIN, BOTH = "autoregressive", " on both cores"
 SWITCHES = {
@@ -62,55 +55,12 @@ SWITCHES = {
 }
 
 
-@dataclass
-class Arm:
-    name: str
-    strategy: Strategy
-    cores: tuple[int, ...]
-    samples: dict[str, list[Sample]] = field(default_factory=dict)  # by task
-
-
-class Note(Listener):
-    """Progress on stderr."""
-
-    def stage(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    note = warn = stage
-
-
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--draft", required=True)
-    parser.add_argument("--dtype", default="bfloat16")
+    parser = parser_of(__doc__)
     parser.add_argument("--cores", default=None, help="the target's and the draft's, by default the first two")
-    parser.add_argument("--tasks", default="bundled=16", help="task=prompts, comma-separated")
-    parser.add_argument("--task-option", action="append", default=[], help="of a task: spec-bench.path=FILE")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--lengths", default="2,3,4,6", help="draft lengths of speculative")
     parser.add_argument("--switches", action="store_true", help="also without each improvement")
     parser.add_argument("--arms", default="", help="only arms whose name contains one of these words, comma-separated")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path, help="also write the JSON document, with every sample's steps, there")
     return parser.parse_args(argv)
-
-
-def prepared_tasks(args: argparse.Namespace, cores: tuple[int, ...]) -> list[Prepared]:
-    """One plan per task, since each has its own number of prompts."""
-    found = []
-    for entry in args.tasks.split(","):
-        task, _, limit = entry.partition("=")
-        options = {n: {k: v} for n, k, v in map(parse_option, args.task_option) if n == task.partition(":")[0]}
-        plan = Plan(
-            strategy=("speculative",), target=args.target, draft=args.draft, task=(task,),
-            limit=int(limit) if limit else None, max_new_tokens=args.max_new_tokens, temperature=args.temperature,
-            seed=args.seed, dtype=args.dtype, options=options, place=f"target=cpu:{cores[0]}", trace=0,
-        )  # fmt: skip
-        found.append(prepare(check(plan), Note()))
-    return found
 
 
 class Pair:
@@ -189,41 +139,6 @@ def prepare_arms(arms: list[Arm], pair: Pair, tokens: int) -> Costs | None:
     for strategy in ours:
         strategy.costs, strategy.table = first.costs, first.table
     return first.costs
-
-
-def measure_task(prepared: Prepared, arms: list[Arm], pair: Pair, rounds: int) -> int:
-    """All arms on every prompt in turn; the order moves on by one each time."""
-    task = prepared.plan.task[0]
-    sampling = prepared.plan.sampling(prepared.eos)
-    clock, drain = Clock(), Drain((pair.remote.worker.drain,))
-    turns = [turn for turn in prepared.first_turns if turn.error is None]
-    text = warmup.text(sorted(len(turn.ids) for turn in turns)[len(turns) // 2], prepared.codec)
-    for arm in arms:
-        pair.use(arm.cores)
-        measure(arm.strategy, [Request(0, prepared.codec.encode(text), 16)], sampling, Ending(), clock, drain)
-    for number, turn in enumerate(turns, 1):
-        first = rounds % len(arms)
-        rounds += 1
-        for arm in arms[first:] + arms[:first]:
-            pair.use(arm.cores)
-            ending = Ending(frozenset(prepared.eos), turn.prompt.stop, prepared.codec.decode)
-            request = Request(turn.key, turn.ids, turn.max_new_tokens)
-            (outcome,) = measure(arm.strategy, [request], sampling, ending, clock, drain)
-            arm.samples.setdefault(task, []).append(to_sample(arm.name, task, turn, outcome))
-        print(f"{task}: {number} of {len(turns)} prompts", file=sys.stderr, flush=True)
-    return rounds
-
-
-def to_sample(arm: str, task: str, turn: Turn, outcome: Outcome) -> Sample:
-    if outcome.error:
-        raise SystemExit(f"{arm}, {task} {turn.prompt.id}: {outcome.error}")
-    return Sample(
-        arm=arm, task=task, prompt_id=turn.prompt.id, prompt_hash=turn.hash, category=turn.prompt.category, turn=0,
-        repeat=0, kind="measure", group=0, batch_rows=1, prompt_tokens=len(turn.ids),
-        max_new_tokens=turn.max_new_tokens, token_ids=outcome.token_ids, finish=outcome.finish,
-        ttft_ns=outcome.ttft_ns, e2e_ns=outcome.e2e_ns, drain_ns=outcome.drain_ns, steps=outcome.steps,
-        facts=outcome.facts or None,
-    )  # fmt: skip
 
 
 # What came out
@@ -353,7 +268,7 @@ def main() -> None:
     cores = tuple(int(core) for core in args.cores.split(",")) if args.cores else available[:2]
     if len(cores) != 2:
         raise SystemExit("two devices need two cores")
-    prepared = prepared_tasks(args, cores)
+    prepared = prepared_tasks(args, ("speculative",), place=f"target=cpu:{cores[0]}")
     pair = Pair(prepared[0], cores)
     try:
         arms = make_arms(pair, args)
@@ -361,7 +276,9 @@ def main() -> None:
         costs = prepare_arms(arms, pair, tokens)
         rounds = 0
         for one in prepared:
-            rounds = measure_task(one, arms, pair, rounds)
+            rounds = measure_task(
+                one, arms, args, rounds, Drain((pair.remote.worker.drain,)), lambda arm: pair.use(arm.cores)
+            )
     finally:
         pair.close()
     result: dict[str, Any] = {
@@ -377,15 +294,7 @@ def main() -> None:
         "tasks": {one.plan.task[0]: report_task(one.plan.task[0], arms, costs) for one in prepared},
     }
     if args.out:
-        kept = ("prompt_id", "ttft_ns", "e2e_ns", "drain_ns", "steps", "facts")
-        raw = {
-            arm.name: {
-                task: [{name: getattr(sample, name) for name in kept} for sample in samples]
-                for task, samples in arm.samples.items()
-            }
-            for arm in arms
-        }
-        args.out.write_text(json.dumps({**result, "samples": raw}, indent=1), encoding="utf-8")
+        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if args.json:
         print(json.dumps(result, indent=2))
     else:
