@@ -7,7 +7,7 @@ drops the rest and runs one forward over what is missing.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -137,6 +137,25 @@ def common_prefix(cached: np.ndarray, context: np.ndarray) -> int:
     differs = cached[:n] != context[:n]
     at = int(differs.argmax()) if n else 0
     return at if n and differs[at] else n
+
+
+def copy_ids(
+    ids: np.ndarray, lengths: list[int], source: int, to: int, copy: Callable[[int, int, int, int], None]
+) -> None:
+    """What `copy_row` does in every runtime: row `to` becomes row `source`, and what the two share is not touched.
+
+    Args:
+        ids: (rows, tokens), what is cached; changed.
+        lengths: tokens of each row; changed, and true even where `copy` fails.
+        copy: copies keys and values, (source, to, first position, one past the last).
+    """
+    length = lengths[source]
+    shared = common_prefix(ids[to, : lengths[to]], ids[source, :length])
+    lengths[to] = shared
+    if shared < length:
+        copy(source, to, shared, length)
+        ids[to, shared:length] = ids[source, shared:length]
+        lengths[to] = length
 
 
 class TokenBuffer:

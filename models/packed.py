@@ -27,7 +27,7 @@ import torch
 
 from ..errors import ModelError
 from ..hardware.clock import Clock
-from .base import CachedModel, Forward, Ids, common_prefix
+from .base import CachedModel, Forward, Ids, common_prefix, copy_ids
 from .kv_cache import KeyValueCache
 from .packed_attention import Span, make_plans
 from .packed_layers import Decoder, head_dim_of
@@ -183,13 +183,7 @@ class PackedModel(CachedModel):
     def copy_row(self, source: int, to: int) -> None:
         self.check_copy(source, to)
         self._make_room(max(source, to) + 1, 0)
-        length = self._lengths[source]
-        shared = common_prefix(self._ids[to, : self._lengths[to]], self._ids[source, :length])
-        self._lengths[to] = shared
-        if shared < length:
-            self._copy_cache(source, to, shared, length)
-            self._ids[to, shared:length] = self._ids[source, shared:length]
-            self._lengths[to] = length
+        copy_ids(self._ids, self._lengths, source, to, self._copy_cache)
 
     def reset(self) -> None:
         self._lengths = [0] * len(self._lengths)

@@ -17,7 +17,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from ..errors import ModelError
 from ..hardware.clock import Clock
-from .base import CachedModel, Forward, Ids, common_prefix
+from .base import CachedModel, Forward, Ids, common_prefix, copy_ids
 from .row_cache import RowCache
 
 MOST_ROWS = 256
@@ -115,13 +115,7 @@ class TransformersModel(CachedModel):
     def copy_row(self, source: int, to: int) -> None:
         self.check_copy(source, to)
         self.reserve(max(source, to) + 1, 0)
-        length = self._lengths[source]
-        shared = common_prefix(self._ids[to, : self._lengths[to]], self._ids[source, :length])
-        self._lengths[to] = shared
-        if shared < length:
-            self._cache.copy(source, to, shared, length)
-            self._ids[to, shared:length] = self._ids[source, shared:length]
-            self._lengths[to] = length
+        copy_ids(self._ids, self._lengths, source, to, self._cache.copy)
 
     def reset(self) -> None:
         self._lengths = [0] * len(self._lengths)
