@@ -32,7 +32,7 @@ from specbench.models.packed import PackedModel
 from specbench.models.quiet import quiet
 from specbench.models.transformers_runtime import TransformersModel
 
-SECTIONS = ("decode", "context", "batch", "load", "bits", "run")
+SECTIONS = ("decode", "kernels", "context", "batch", "load", "bits", "run")
 DTYPES = ("bfloat16", "float32")
 
 
@@ -102,12 +102,18 @@ def load_hf(folder: str, dtype: str) -> Any:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
 
 
-def load_packed(folder: str, dtype: str, **options: Any) -> PackedModel:
+def load_packed(folder: str, dtype: str, native: bool = True, **options: Any) -> PackedModel:
+    """With our own kernels where they are to be had, or with torch's operators."""
     hf_model = load_hf(folder, dtype)
     vocab_size = hf_model.config.vocab_size
-    return PackedModel.from_transformers(
-        hf_model, name=folder, device="cpu", dtype=dtype, vocab_size=vocab_size, **options
-    )
+    before = os.environ.get("SPECBENCH_NATIVE", "1")
+    os.environ["SPECBENCH_NATIVE"] = before if native else "0"
+    try:
+        return PackedModel.from_transformers(
+            hf_model, name=folder, device="cpu", dtype=dtype, vocab_size=vocab_size, **options
+        )
+    finally:
+        os.environ["SPECBENCH_NATIVE"] = before
 
 
 def sample_ids(folder: str, count: int) -> np.ndarray:
@@ -458,7 +464,7 @@ def bits(args: argparse.Namespace, report: Report) -> None:
                 same = int((several == single).all(-1).sum())
                 best = int((several.argmax(-1) == single.argmax(-1)).sum())
                 at = f"{dtype}, from {start}, {together} at once"
-                exact = dtype == "bfloat16" and args.targets
+                exact = (dtype == "bfloat16" or packed.kernels == "native") and args.targets
                 report.add(f"{at}: positions with the same bits", same, f"of {count}", "positions", count,
                            same / count, at_least=1.0 if exact else None)  # fmt: skip
                 report.add(f"{at}: positions with the same best token", best, f"of {count}", "positions", count,
@@ -517,6 +523,13 @@ def run(args: argparse.Namespace, report: Report) -> None:
                    ms["bare"] / ms["strategy"], at_least=0.95 if args.targets else None)  # fmt: skip
 
 
+def kernels(args: argparse.Namespace, report: Report) -> None:
+    """Our own kernels against torch's operators."""
+    from kernels import kernels
+
+    kernels(args, report)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="transformers folder")
@@ -536,10 +549,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "threads": args.threads, "rounds": args.rounds, "load_before": os.getloadavg()[0],
     }  # fmt: skip
     report = Report(args.json, about)
+    sections = {
+        "decode": decode, "kernels": kernels, "context": context, "batch": batch, "load": load, "bits": bits,
+        "run": run,
+    }  # fmt: skip
     for name in args.sections.split(","):
-        {"decode": decode, "context": context, "batch": batch, "load": load, "bits": bits, "run": run}[name](
-            args, report
-        )
+        sections[name](args, report)
     report.close()
     return 0 if all(figure["met"] is not False for figure in report.figures) else 1
 

@@ -13,8 +13,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..errors import ModelError
+
 if TYPE_CHECKING:
     import torch
+
+    from .sparse_select import Selection
+    from .sparse_view import SparseView
 
 Ids = Sequence[int] | np.ndarray
 
@@ -35,6 +40,7 @@ class CachedModel(ABC):
     Attributes:
         name: the spec it was loaded from, for messages.
         runtime: `transformers` or `packed`.
+        kernels: what computes: `torch`, or `native`, the packed runtime's own kernels on CPU.
         device: torch device name, `cpu` or `cuda:0`.
         dtype: `float32`, `bfloat16`, `float16`; a quantised form says so (`int4`).
         vocab_size: width of the logits, already cut to the tokenizer's common size.
@@ -54,6 +60,7 @@ class CachedModel(ABC):
     context_length: int
     max_rows: int
     one_row_because: str = ""
+    kernels: str = "torch"
     last_forward_ns: int = 0
     trace: list[Forward] | None = None
 
@@ -115,9 +122,30 @@ class CachedModel(ABC):
         if not (0 <= source < self.max_rows and 0 <= to < self.max_rows):
             raise ValueError(f"{self.name} has at most {self.max_rows} row(s), asked to copy {source} to {to}")
 
+    def sparse_view(self, selection: Selection) -> SparseView:
+        """A second, small cache over the same weights, with a part of what this one holds; see `sparse_view`.
+
+        Raises:
+            ModelError: the runtime cannot have one.
+        """
+        raise ModelError(
+            f"{self.name}: a sparse KV cache is made in the packed runtime on cpu, next to the target; this model has "
+            f"the {self.runtime} runtime on {self.device}"
+        )
+
     @abstractmethod
     def reset(self) -> None:
         """Empties the cache of every row. Buffers may stay allocated."""
+
+    def forget(self, row: int) -> None:
+        """Empties the cache of one row: the next context there is read from its beginning, whatever it begins with.
+
+        A row that was never used is empty. No other row changes.
+
+        Raises:
+            NotImplementedError: the runtime cannot forget a single row.
+        """
+        raise NotImplementedError(f"{self.name}: the {self.runtime} runtime cannot forget a single row")
 
     def reserve(self, rows: int, tokens: int) -> None:  # noqa: B027 - nothing to do for most
         """Says that up to `rows` rows of up to `tokens` tokens will come, so that nothing is allocated later."""

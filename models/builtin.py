@@ -55,10 +55,10 @@ def folder(name: str, progress: Progress | None = None) -> Path:
         ModelError: not a built-in name, or it cannot be fetched, checked, converted or stored.
     """
     if name == "smollm2-135m":
-        return _made(f"{name}-{GGUF_SHA256[:8]}", lambda to: _fetch_smollm2(to, progress or _silent))
+        return made_folder(f"{name}-{GGUF_SHA256[:8]}", lambda to: _fetch_smollm2(to, progress or _silent))
     if name in ("tiny", "tiny-draft"):
         source = Path(tiny.__file__).read_bytes()  # a changed recipe is another model
-        return _made(f"{name}-{hashlib.sha256(source).hexdigest()[:8]}", lambda to: _make_tiny(name, to))
+        return made_folder(f"{name}-{hashlib.sha256(source).hexdigest()[:8]}", lambda to: _make_tiny(name, to))
     raise ModelError(unknown("built-in model", name, BUILTIN))
 
 
@@ -76,14 +76,14 @@ def gguf_folder(path: Path, progress: Progress | None = None) -> Path:
     stat = path.stat()
     key = hashlib.sha256(f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}".encode()).hexdigest()[:12]
     say = progress or _silent
-    return _made(f"{path.stem}-{key}", lambda to: _convert(path, to, say))
+    return made_folder(f"{path.stem}-{key}", lambda to: _convert(path, to, say))
 
 
 def _silent(message: str) -> None:
     pass
 
 
-def _made(name: str, make: Callable[[Path], None]) -> Path:
+def made_folder(name: str, make: Callable[[Path], None]) -> Path:
     """The folder of that name in the cache; what `make` writes appears there at once or not at all."""
     cache = cache_folder()
     finished = cache / name

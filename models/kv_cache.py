@@ -63,9 +63,28 @@ class KeyValueCache:
         """Copies the positions from `start` to `end` of one row into another."""
         self.blocks[:, :, to, :, start:end] = self.blocks[:, :, source, :, start:end]
 
+    def take(self, other: KeyValueCache, row: int, start: int, end: int, at: int) -> None:
+        """Copies the slots from `start` to `end` of the same row of another cache to the slots from `at` on."""
+        self.blocks[:, :, row, :, at : at + end - start] = other.blocks[:, :, row, :, start:end]
+
+    def pick(self, row: int, wanted: torch.Tensor) -> torch.Tensor:
+        """Keys and values of some slots of a row, a copy: (layers, 2, heads, n, head_dim).
+
+        Args:
+            wanted: (layers, heads, n), the slots that each head wants.
+        """
+        blocks = torch.arange(2 * self.layers).view(self.layers, 2, 1, 1) * self.rows + row
+        places = (blocks * self.heads + torch.arange(self.heads)[:, None]) * self.slots + wanted[:, None]
+        table = self.blocks.view(-1, self.head_dim)
+        return table.index_select(0, places.flatten()).view(*places.shape, self.head_dim)
+
     @property
     def nbytes(self) -> int:
         return self._memory.numel() * self._memory.element_size()
+
+    @property
+    def row_bytes(self) -> int:
+        return self._numbers(1, self.slots) * self._memory.element_size()
 
     def release(self) -> None:
         self._memory = torch.zeros(0, dtype=self.dtype)

@@ -4,10 +4,12 @@ Llama, SmolLM, Mistral without sliding window, Qwen2, Qwen3: grouped-query atten
 SwiGLU. transformers stays the loader, the tokenizer and the reference; the weights are taken out of its model, fused
 (query, key and value; gate and up), packed for the processor, and the unpacked copy is freed on the way.
 
-On CPU every linear is one of oneDNN's packed ones (`packed_linear`), the cache is preallocated and dense
-(`kv_cache`), attention is two matrix products per layer (`packed_attention`). In bfloat16 the logits of a token have
-the same bits whether it is computed alone, inside a draft, inside a prompt, or beside other rows; so greedy decoding
-with a draft is exact there, token for token. `packed_cuda` is the counterpart for CUDA devices.
+On CPU a forward is one call of our own kernels (`packed_native`, compiled once where it runs). Where they cannot be had
+every linear is one of oneDNN's packed ones (`packed_linear`) and attention is two matrix products per layer
+(`packed_attention`). Either way the cache is preallocated and dense (`kv_cache`), and the logits of a token have the
+same bits whether it is computed alone, inside a draft, inside a prompt, or beside other rows: with torch's operators in
+bfloat16, with our kernels in every dtype. So greedy decoding with a draft is exact there, token for token.
+`packed_cuda` is the counterpart for CUDA devices.
 
 Left out, and refused by `supports`: sliding windows, mixtures of experts, rope types whose frequencies depend on the
 length (`dynamic`, `longrope`), partial rotation, activations other than SiLU, quantised checkpoints.
@@ -20,7 +22,7 @@ import ctypes
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,10 +31,16 @@ from ..errors import ModelError
 from ..hardware.clock import Clock
 from .base import CachedModel, Forward, Ids, common_prefix, copy_ids
 from .kv_cache import KeyValueCache
+from .last_queries import LastQueries
 from .packed_attention import Span, make_plans
-from .packed_layers import Decoder, head_dim_of
+from .packed_layers import Decoder, Watch, head_dim_of
 from .packed_linear import ONE_DNN, choose_filled_rows, pack
+from .packed_native import NativePass, packer_for
 from .quantised import pack_quantised, shift_channels
+
+if TYPE_CHECKING:
+    from .sparse_select import Selection
+    from .sparse_view import SparseView
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -138,6 +146,7 @@ class PackedModel(CachedModel):
         self.device = device
         self.dtype = dtype
         self.vocab_size = vocab_size
+        self.config = config
         self.context_length = config.max_position_embeddings
         self.max_rows = MOST_ROWS
         self._now = (clock or Clock()).now
@@ -159,8 +168,7 @@ class PackedModel(CachedModel):
         spans = []
         for row, context, wanted in zip(rows, arrays, lasts, strict=True):
             known = common_prefix(self._ids[row, : self._lengths[row]], context)
-            start = min(known, len(context) - wanted)
-            self._lengths[row] = start  # stays true if the forward fails
+            start = self._cut(row, min(known, len(context) - wanted))
             spans.append(Span(row, start, len(context) - start))
 
         if self.trace is not None:
@@ -187,6 +195,10 @@ class PackedModel(CachedModel):
 
     def reset(self) -> None:
         self._lengths = [0] * len(self._lengths)
+
+    def forget(self, row: int) -> None:
+        if row < len(self._lengths):
+            self._lengths[row] = 0
 
     def reserve(self, rows: int, tokens: int) -> None:
         rows, tokens = min(rows, self.max_rows), min(tokens, self.context_length)
@@ -216,6 +228,11 @@ class PackedModel(CachedModel):
     @abstractmethod
     def _copy_cache(self, source: int, to: int, start: int, end: int) -> None:
         """Copies keys and values of the positions from `start` to `end` from one row to another."""
+
+    def _cut(self, row: int, start: int) -> int:
+        """Drops what a row holds behind its first `start` tokens; returns how many are left."""
+        self._lengths[row] = start  # before the forward, so that it stays true if that fails
+        return start
 
     def _synchronise(self) -> None:
         """Waits for the device; nothing to do on CPU."""
@@ -249,11 +266,22 @@ class CpuPackedModel(PackedModel):
             hf_model.config, name=name, device=device, dtype=quant or dtype, vocab_size=vocab_size, clock=clock
         )
         number = torch.bfloat16 if quant else getattr(torch, dtype)
-        pack_part = partial(pack_quantised, quant=quant, group_size=group_size) if quant else pack
-        pack_head = partial(pack_quantised, quant=head_quant, group_size=group_size) if head_quant else pack
+        head_rows = vocab_size if head_ids is None else len(head_ids)
+        packer = None if head_quant else packer_for(hf_model.config, number, head_rows, quant, group_size)
+        if packer:
+            pack_part = partial(packer.pack_int4, group_size=group_size) if quant else packer.pack
+            pack_head = packer.pack
+        else:
+            pack_part = partial(pack_quantised, quant=quant, group_size=group_size) if quant else pack
+            pack_head = partial(pack_quantised, quant=head_quant, group_size=group_size) if head_quant else pack
+        tied = head_ids is None and hf_model.lm_head.weight is hf_model.model.embed_tokens.weight
         self._decoder: Any = Decoder(hf_model, device, number, vocab_size, pack_part, pack_head, head_ids)
+        if packer:
+            self.kernels = "native"
+            self._decoder.native = NativePass(packer.kernels, self._decoder, head_rows, tied)
         self._cache = KeyValueCache(len(self._decoder.layers), self._decoder.kv_heads, self._decoder.head_dim, number)
         self._threads_filled = 0
+        self._queries: LastQueries | None = None
         _return_freed_memory()
 
     @property
@@ -265,6 +293,38 @@ class CpuPackedModel(PackedModel):
         """Bytes allocated for keys and values."""
         return self._cache.nbytes
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that the keys and values of one row take, as the cache is laid out now."""
+        return self._cache.row_bytes
+
+    def sparse_view(self, selection: Selection) -> SparseView:
+        from .sparse_view import SparseView
+
+        return SparseView(self, selection)
+
+    def watch_queries(self, window: int) -> None:
+        """From now on the queries of the last `window` tokens of every row are kept; 0 for none."""
+        self._queries = LastQueries(window) if window else None
+
+    @torch.inference_mode()
+    def assume(self, rows: int, tokens: int) -> np.ndarray:
+        """Pretends that rows have read random texts of so many tokens, to measure what a forward behind them costs.
+
+        Their keys and values are zeros, written out: memory that was never written to is read in no time.
+
+        Returns:
+            (rows, tokens) the ids.
+        """
+        ids = np.random.default_rng(0).integers(0, self.vocab_size, (rows, tokens))
+        self.reset()
+        self._make_room(rows, tokens)
+        self._ids[:rows, :tokens] = ids
+        self._cache.fit(len(self._lengths), tokens, self._lengths)
+        self._cache.blocks.zero_()
+        self._lengths[:rows] = [tokens] * rows
+        return ids
+
     def close(self) -> None:
         self._decoder = None
         self._cache.release()
@@ -275,34 +335,61 @@ class CpuPackedModel(PackedModel):
     def _copy_cache(self, source: int, to: int, start: int, end: int) -> None:
         self._cache.fit(len(self._lengths), max(end, *self._lengths), self._lengths)
         self._cache.copy(source, to, start, end)
+        if self._queries is not None:
+            self._queries.forget(to)
 
     def _forward(self, arrays: list[np.ndarray], spans: list[Span], lasts: list[int]) -> torch.Tensor:
-        hidden = _last_tokens(self._hidden(arrays, spans), spans, lasts)
-        # widened, which changes no value: torch's argmax over bfloat16 takes four times as long, conversion included
-        return self._decoder.logits(hidden).float()
+        decoder, ids, positions, slots = self._decoder, *self._place(arrays, spans)
+        watch = None if self._queries is None else self._queries.watch(spans, decoder)
+        wanted = _last_tokens(spans, lasts)
+        if decoder.native is not None:
+            logits = decoder.spread(decoder.native.logits(ids, positions, self._cache, slots, wanted, watch))
+        else:
+            hidden = self._hidden(ids, positions, slots, watch)
+            if len(wanted) < len(hidden):
+                hidden = hidden[-len(wanted) :] if len(spans) == 1 else hidden.index_select(0, torch.tensor(wanted))
+            # widened, which changes no value: argmax over bfloat16 takes torch four times as long, conversion included
+            logits = decoder.logits(hidden).float()
+        if self._queries is not None and watch is not None:
+            self._queries.keep(spans, watch)
+        return logits
 
     @torch.inference_mode()
     def states(self, ids: np.ndarray) -> torch.Tensor:
         self.reset()
         self._make_room(1, ids.shape[1])
-        parts = [self._decoder.states(self._hidden([row], [Span(0, 0, len(row))])) for row in ids]
+        decoder, parts = self._decoder, []
+        for row in ids:
+            placed = self._place([row], [Span(0, 0, len(row))])
+            if decoder.native is not None:
+                parts.append(decoder.native.states(placed[0], placed[1], self._cache, placed[2]))
+            else:
+                parts.append(decoder.states(self._hidden(*placed, None)))
         return torch.stack(parts)
 
-    def _hidden(self, arrays: list[np.ndarray], spans: list[Span]) -> torch.Tensor:
-        """Hidden states of the new tokens, (tokens, width); their keys and values are cached."""
-        decoder = self._decoder
-        self._choose_filled_rows()
-        end = max(map(len, arrays))
-        self._cache.fit(len(self._lengths), max(end, *self._lengths), self._lengths)
-        decoder.rotation.reach(end)
-        plans = make_plans(self._cache, spans, decoder.heads)
+    def _place(self, arrays: list[np.ndarray], spans: list[Span]) -> tuple[np.ndarray, np.ndarray, list[Span]]:
+        """Ids and positions of the new tokens, and the slots for their keys and values, which there is room for."""
+        slots, used = self._in_slots(spans)
+        self._cache.fit(len(used), max(*(span.start + span.count for span in slots), *used), used)
+        self._decoder.rotation.reach(max(map(len, arrays)))
         if len(spans) == 1:
             start = spans[0].start
-            ids, positions = torch.from_numpy(arrays[0][start:]), torch.arange(start, end)
-        else:
-            ids = torch.from_numpy(np.concatenate([a[s.start :] for a, s in zip(arrays, spans, strict=True)]))
-            positions = torch.cat([torch.arange(span.start, span.start + span.count) for span in spans])
-        return decoder.hidden(ids, decoder.rotation.at(positions), plans)
+            return arrays[0][start:], np.arange(start, len(arrays[0])), slots
+        ids = np.concatenate([array[span.start :] for array, span in zip(arrays, spans, strict=True)])
+        positions = np.concatenate([np.arange(span.start, span.start + span.count) for span in spans])
+        return ids, positions, slots
+
+    def _hidden(self, ids: np.ndarray, positions: np.ndarray, slots: list[Span], watch: Watch | None) -> torch.Tensor:
+        """Hidden states of the new tokens, (tokens, width), by torch's operators; their keys and values are cached."""
+        decoder = self._decoder
+        self._choose_filled_rows()
+        plans = make_plans(self._cache, slots, decoder.heads)
+        rotation = decoder.rotation.at(torch.from_numpy(positions))
+        return decoder.hidden(torch.from_numpy(ids), rotation, plans, watch)
+
+    def _in_slots(self, spans: list[Span]) -> tuple[list[Span], list[int]]:
+        """Where new tokens stand in the cache, and how many slots each row uses: here every position has its slot."""
+        return spans, self._lengths
 
     def _choose_filled_rows(self) -> None:
         """Once, and again when the number of threads has changed."""
@@ -316,16 +403,13 @@ class CpuPackedModel(PackedModel):
             decoder.filled_rows = choose_filled_rows(largest, width, decoder.dtype)
 
 
-def _last_tokens(hidden: torch.Tensor, spans: Sequence[Span], lasts: Sequence[int]) -> torch.Tensor:
-    if len(spans) == 1:
-        return hidden if lasts[0] == len(hidden) else hidden[-lasts[0] :]
-    if all(span.count == wanted for span, wanted in zip(spans, lasts, strict=True)):
-        return hidden
+def _last_tokens(spans: Sequence[Span], lasts: Sequence[int]) -> list[int]:
+    """Places of the last tokens of each span among all tokens."""
     wanted, end = [], 0
     for span, count in zip(spans, lasts, strict=True):
         end += span.count
         wanted += range(end - count, end)
-    return hidden.index_select(0, torch.tensor(wanted))
+    return wanted
 
 
 def _return_freed_memory() -> None:

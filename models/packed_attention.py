@@ -31,6 +31,9 @@ class Rotation:
     Args:
         frequencies: (head_dim / 2) from transformers' own rope initialisation, with `scaling`, its factor for cos
             and sin.
+
+    Attributes:
+        table: the factors of queries, keys and values by position, (positions, 3, head_dim / 2) complex.
     """
 
     def __init__(
@@ -39,21 +42,21 @@ class Rotation:
         self._frequencies, self._scaling, self._softmax_scale = frequencies.float().cpu(), scaling, softmax_scale
         kinds = [0] * heads + [1] * kv_heads + [2] * kv_heads
         self._kind_of_head = torch.tensor(kinds, device=device)
-        self._table = torch.empty(0, 3, len(frequencies), dtype=torch.complex64, device=device)
+        self.table = torch.empty(0, 3, len(frequencies), dtype=torch.complex64, device=device)
 
     def reach(self, end: int) -> None:
         """Computes the factors of all positions below `end`."""
-        known = len(self._table)
+        known = len(self.table)
         if end > known:
             # In whole blocks of 1024: the last element of a vector loop may round differently from the others.
             angles = torch.arange(known, -(-end // 1024) * 1024)[:, None].float() * self._frequencies
             key = torch.polar(torch.full_like(angles, self._scaling), angles)
             table = torch.stack([key * self._softmax_scale, key, torch.ones_like(key)], dim=1)
-            self._table = torch.cat([self._table, table.to(self._table.device)])
+            self.table = torch.cat([self.table, table.to(self.table.device)])
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
         """Factors of tokens at positions that `reach` has seen: (tokens, heads + 2 kv_heads, head_dim / 2)."""
-        return self._table.index_select(0, positions).index_select(1, self._kind_of_head)
+        return self.table.index_select(0, positions).index_select(1, self._kind_of_head)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from .packed_attention import Plan, Rotation, attend
-from .packed_linear import Matrix, multiply
+from .packed_linear import NATIVE, Matrix, multiply
 
 Pack = Callable[[torch.Tensor, torch.Tensor | None], Matrix]
 Attend = Callable[[int, torch.Tensor], torch.Tensor]  # (layer, heads) -> (tokens, heads x head_dim)
@@ -40,6 +40,18 @@ class Weights(NamedTuple):
     mlp_norm: torch.Tensor
     gate_up: Matrix
     down: Matrix
+
+
+class Watch(NamedTuple):
+    """Which queries of a forward are to be noted, and where to.
+
+    Attributes:
+        tokens: their places among the tokens of the forward.
+        queries: filled by the forward, (layers, len(tokens), heads, head_dim): rotated, and scaled for the softmax.
+    """
+
+    tokens: torch.Tensor
+    queries: torch.Tensor
 
 
 class Decoder:
@@ -80,7 +92,7 @@ class Decoder:
         )
         with torch.inference_mode():
             self.layers = [self._take_layer(block) for block in hf_model.model.layers]
-            self._final_norm = self._take_norm(hf_model.model.norm)
+            self.final_norm = self._take_norm(hf_model.model.norm)
             head, embedding = hf_model.lm_head, hf_model.model.embed_tokens
             # a copy: what transformers loaded may be a view of its whole file, which would stay in memory with it
             self.embedding = embedding.weight.detach().to(device, dtype, copy=True)
@@ -88,7 +100,8 @@ class Decoder:
             self._head_ids = None if head_ids is None else torch.tensor(head_ids, device=device)
             self.head = pack_head(rows if self._head_ids is None else rows[self._head_ids], None)
             embedding.weight = head.weight = None
-        self._run = _compiled(self.layers, self.shape) if device == "cpu" else None
+        self.native: Any = None  # a `packed_native.NativePass` that takes the place of `hidden` and `logits`
+        self._run = _compiled(self.layers, self.shape) if device == "cpu" and self.head.kind != NATIVE else None
 
     @property
     def weight_bytes(self) -> int:
@@ -96,17 +109,20 @@ class Decoder:
         parts = [part for layer in self.layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         return sum(matrix.nbytes for matrix in [*parts, self.head])
 
-    def hidden(self, ids: torch.Tensor, rotation: torch.Tensor, plans: list[Plan]) -> torch.Tensor:
+    def hidden(
+        self, ids: torch.Tensor, rotation: torch.Tensor, plans: list[Plan], watch: Watch | None = None
+    ) -> torch.Tensor:
         """One pass of tokens, standing one after another, through all layers, on CPU: (tokens, width).
 
         Args:
             rotation: from `self.rotation.at` the tokens' positions.
             plans: where their keys and values go, and what they see.
+            watch: queries to note; they change nothing about the result.
         """
         hidden = F.embedding(ids, self.embedding)
         if self._run is not None:
-            return self._run(hidden, rotation, plans, self.filled_rows)
-        return run_layers(self.layers, self.shape, hidden, rotation, plans, self.filled_rows)
+            return self._run(hidden, rotation, plans, self.filled_rows, watch)
+        return run_layers(self.layers, self.shape, hidden, rotation, plans, self.filled_rows, watch)
 
     def hidden_by(self, ids: torch.Tensor, rotation: torch.Tensor, attend: Attend) -> torch.Tensor:
         """The same with attention of the caller's.
@@ -123,7 +139,10 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits after tokens, (tokens, vocab_size); of a head with fewer rows in float32 on CPU."""
-        logits = multiply(self.states(hidden), self.head, self.filled_rows)
+        return self.spread(multiply(self.states(hidden), self.head, self.filled_rows))
+
+    def spread(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits of the head's rows at the places of their tokens, (tokens, vocab_size)."""
         if self._head_ids is None:
             return logits
         if self.device == "cpu":
@@ -133,7 +152,7 @@ class Decoder:
 
     def states(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the head multiplies: hidden states after the final norm, (tokens, width)."""
-        return rms_norm(hidden, self._final_norm, self.shape)
+        return rms_norm(hidden, self.final_norm, self.shape)
 
     def _move(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.detach().to(self.device, self.dtype)
@@ -222,10 +241,13 @@ def run_layers(
     rotation: torch.Tensor,
     plans: list[Plan],
     filled_rows: int,
+    watch: Watch | None = None,
 ) -> torch.Tensor:
     for index in range(len(layers)):
         weights = layers[index]
         heads = heads_of(hidden, weights, rotation, shape, filled_rows)
+        if watch is not None:
+            watch.queries[index].copy_(heads.narrow(1, 0, shape.heads).index_select(0, watch.tokens))
         mixed = attend(heads, index, plans, shape.heads, shape.kv_heads)
         hidden = rest_of(hidden, mixed, weights, shape, filled_rows)
     return hidden
@@ -255,9 +277,14 @@ class _Loop(torch.nn.Module):
         self.layers, self.shape = layers, shape
 
     def forward(
-        self, hidden: torch.Tensor, rotation: torch.Tensor, plans: list[Plan], filled_rows: int
+        self,
+        hidden: torch.Tensor,
+        rotation: torch.Tensor,
+        plans: list[Plan],
+        filled_rows: int,
+        watch: Watch | None = None,
     ) -> torch.Tensor:
-        return run_layers(self.layers, self.shape, hidden, rotation, plans, filled_rows)
+        return run_layers(self.layers, self.shape, hidden, rotation, plans, filled_rows, watch)
 
 
 def _compiled(layers: list[Weights], shape: Shape) -> Callable[..., torch.Tensor] | None:

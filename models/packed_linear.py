@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-PLAIN, ONE_DNN, INT8, INT4 = 0, 1, 2, 3
+PLAIN, ONE_DNN, INT8, INT4, NATIVE = 0, 1, 2, 3, 4
 FILLED_ROWS = 4  # what fewer rows are filled up to, unless two are faster here
 
 

@@ -35,15 +35,20 @@ def pack_quantised(weight: torch.Tensor, bias: torch.Tensor | None, quant: str, 
         return Matrix(INT8, levels, bias, scales)
     if quant != "int4":
         raise ModelError(f"unknown quantised form {quant!r}; known: {', '.join(QUANTS)}")
-    if group_size not in GROUP_SIZES:
-        raise ModelError(f"int4 groups have {', '.join(map(str, GROUP_SIZES))} columns, not {group_size}")
-    if weight.shape[1] % group_size:
-        raise ModelError(f"int4 groups of {group_size} columns do not divide a width of {weight.shape[1]}")
+    check_groups(weight.shape[1], group_size)
     if weight.shape[0] % INT4_ROWS:
         return pack(weight, bias)  # a narrow projection; as it is, which is more exact and hardly larger
     levels, scales_and_zeros = quantise_int4(weight, group_size)
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
     return Matrix(INT4, packed, bias, scales_and_zeros, group_size)
+
+
+def check_groups(width: int, group_size: int) -> None:
+    """Raises ModelError where int4 has no groups of that size, or they do not divide the width."""
+    if group_size not in GROUP_SIZES:
+        raise ModelError(f"int4 groups have {', '.join(map(str, GROUP_SIZES))} columns, not {group_size}")
+    if width % group_size:
+        raise ModelError(f"int4 groups of {group_size} columns do not divide a width of {width}")
 
 
 def quantise_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 State = dict[str, CachedModel]  # what a worker holds, by key
-_FACTS = ("runtime", "dtype", "vocab_size", "context_length", "max_rows", "one_row_because", "weight_bytes")
+_FACTS = ("runtime", "kernels", "dtype", "vocab_size", "context_length", "max_rows", "one_row_because", "weight_bytes")
 
 
 class ModelWorker(Worker):
@@ -118,6 +118,9 @@ class RemoteModel(CachedModel):
 
     def reset(self) -> None:
         self.worker.call(_reset, self.key)
+
+    def forget(self, row: int) -> None:
+        self.worker.call(_forget, self.key, row)
 
     def reserve(self, rows: int, tokens: int) -> None:
         self.worker.call(_reserve, self.key, rows, tokens)
@@ -281,6 +284,10 @@ def _copy_row(state: State, key: str, source: int, to: int) -> None:
 
 def _reset(state: State, key: str) -> None:
     state[key].reset()
+
+
+def _forget(state: State, key: str, row: int) -> None:
+    state[key].forget(row)
 
 
 def _reserve(state: State, key: str, rows: int, tokens: int) -> None:

@@ -56,6 +56,7 @@ def new_manifest(prepared: Prepared, argv: Sequence[str]) -> dict[str, Any]:
             "dtype": prepared.dtype,
             "runtime": plan.runtime,
             "threads": prepared.checked.placement.threads,
+            "batch_prompts": plan.prompts_per_call if plan.batch > 1 else None,
             "templates": sorted({turn.template for turn in prepared.first_turns}),
         },
         "arms": [
@@ -130,6 +131,7 @@ def describe_arm(
             "threads": placement.threads_of(role) if device.kind == "cpu" else None,
             "dtype": model.dtype,
             "runtime": model.runtime,
+            "kernels": model.kernels,
             "fingerprint": prepared.infos[role].fingerprint,
             "weight_bytes": model.weight_bytes,
         }
@@ -142,4 +144,5 @@ def _facts(strategy: type[Strategy]) -> dict[str, Any]:
         "lossless": strategy.lossless,
         "engine": strategy.engine,
         "reports_drafts": strategy.reports_drafts,
+        "continuous": strategy.continuous,
     }

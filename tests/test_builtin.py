@@ -111,7 +111,7 @@ def test_two_that_make_the_same_model_at_once_share_one_result(cache):
         barrier.wait(10)
         (to / "config.json").write_text("{}")
 
-    threads = [threading.Thread(target=lambda: results.append(builtin._made("same", make))) for _ in range(2)]
+    threads = [threading.Thread(target=lambda: results.append(builtin.made_folder("same", make))) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -126,7 +126,7 @@ def test_leftovers_of_a_killed_process_are_swept_after_a_day(cache):
     new.mkdir()
     long_ago = time.time() - 2 * builtin.LEFTOVER_SECONDS
     os.utime(old, (long_ago, long_ago))
-    builtin._made("other", lambda to: None)
+    builtin.made_folder("other", lambda to: None)
     assert sorted(path.name for path in cache.iterdir()) == [".making-new", "other"]
 
 

@@ -87,6 +87,12 @@ def text(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, VOCAB, count)
 
 
+@pytest.fixture(autouse=True)
+def torchs_operators(monkeypatch):
+    """Here they compute; our own kernels are asked the same in `test_native`."""
+    monkeypatch.setenv("SPECBENCH_NATIVE", "0")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float32_agrees_with_transformers(family):
     """1e-4 relative, in one pass and token by token."""
