@@ -140,6 +140,9 @@ def run(
         Number, _option(_WHERE, "CPU threads (default: the physical cores that may be used)", "--threads")
     ] = None,
     batch: Annotated[Number, _option(_WHERE, "Rows that run together (default: 1)", "--batch", "-b")] = None,
+    batch_prompts: Annotated[
+        Number, _option(_WHERE, "Prompts that one call takes through its batch (default: 4 per row)", "--batch-prompts")
+    ] = None,
     repeats: Annotated[Number, _option(_WHERE, "Times each prompt is measured (default: 1)", "--repeats", "-r")] = None,
     warmup: Annotated[
         Number, _option(_WHERE, "Unmeasured answers per arm and task, on text of no task (default: 1)", "--warmup")

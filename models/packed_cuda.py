@@ -143,12 +143,23 @@ class StaticPackedModel(PackedModel):
         if self._on_cuda:
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             events[0].record()
-        compute = self._small if max(span.count for span in spans) <= largest else self._large
-        logits = compute(arrays, spans, lasts)
+        logits = self._compute(arrays, spans, lasts)
         if events is not None:
             events[1].record()
             self._last_forward = events
         return logits
+
+    def _compute(self, arrays: list[np.ndarray], spans: list[Span], lasts: list[int]) -> torch.Tensor:
+        """Rows with a whole prompt to read by themselves: beside them the others would go without graphs, too."""
+        long = [span.count > self._counts[-1] for span in spans]
+        if all(long) or not any(long):
+            return (self._large if long[0] else self._small)(arrays, spans, lasts)
+        parts: dict[int, torch.Tensor] = {}
+        for compute, wanted in ((self._small, False), (self._large, True)):  # first what pads other rows
+            which = [i for i, is_long in enumerate(long) if is_long == wanted]
+            logits = compute([arrays[i] for i in which], [spans[i] for i in which], [lasts[i] for i in which])
+            parts |= zip(which, logits.split([lasts[i] for i in which]), strict=True)
+        return torch.cat([parts[i] for i in range(len(spans))])
 
     def _small(self, arrays: list[np.ndarray], spans: list[Span], lasts: Sequence[int]) -> torch.Tensor:
         """All rows up to the last one named, each padded to the same number of new tokens, as a graph.

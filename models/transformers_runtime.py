@@ -120,6 +120,10 @@ class TransformersModel(CachedModel):
     def reset(self) -> None:
         self._lengths = [0] * len(self._lengths)
 
+    def forget(self, row: int) -> None:
+        if row < len(self._lengths):
+            self._lengths[row] = 0
+
     def reserve(self, rows: int, tokens: int) -> None:
         tokens = min(tokens, self.context_length)
         self._cache.reserve(rows, tokens)

@@ -22,8 +22,9 @@ from .metrics import Drafting
 from .records import RunFolder, Sample, dumps, without_collector
 
 TEXTS = ("arm", "task", "prompt_id", "prompt_hash", "category")
+_OF_CALL = ("admitted_ns", "call_ns", "call_tokens")  # absent where a sample ran alone
 NUMBERS = (
-    "turn", "repeat", "group", "batch_rows", "tokens", "ttft_ns", "e2e_ns", "drain_ns", "failed",
+    "turn", "repeat", "group", "batch_rows", *_OF_CALL, "tokens", "ttft_ns", "e2e_ns", "drain_ns", "failed",
     "first_kept", "wasted", "broken",
 )  # fmt: skip
 _MOST_ACCEPTED = 1 << 20
@@ -53,7 +54,8 @@ class Columns:
     Attributes:
         names: per column of TEXTS, what its numbers stand for.
         data: the columns of TEXTS and NUMBERS. `failed` and `broken` are 0 or 1; a failed sample has no times: its
-            numbers are 0. `drain_ns` is -1 where it is not known.
+            numbers are 0, as are `admitted_ns`, `call_ns` and `call_tokens` where a record has none. `drain_ns` is -1
+            where it is not known.
         ids: the token ids of each sample as they stand in the file.
         outcomes: of all steps after the prefill, one sample after the other: what was drafted and accepted, in one
             number; those of sample i stand at starts[i] to starts[i + 1].
@@ -106,7 +108,7 @@ class Columns:
         numbers = zip(*(self[name][chosen].tolist() for name in NUMBERS), strict=True)
         made = []
         for at, text, number in zip(chosen.tolist(), texts, numbers, strict=True):
-            turn, repeat, group, batch_rows, n, ttft, e2e, drain, failed, first, _, _ = number
+            turn, repeat, group, batch_rows, *of_call, n, ttft, e2e, drain, failed, first, _, _ = number
             sample = Sample(
                 **dict(zip(TEXTS, text, strict=True)), turn=turn, repeat=repeat, kind="measure", group=group,
                 batch_rows=batch_rows, prompt_tokens=0, max_new_tokens=0,
@@ -117,6 +119,8 @@ class Columns:
                 sample.token_ids = [0] * n
                 sample.ttft_ns, sample.e2e_ns, sample.drain_ns = ttft, e2e, None if drain < 0 else drain
                 sample.steps = [[ttft, first, 0, 0, 0], [e2e, n - first, 0, 0, 0]]
+                for name, value in zip(_OF_CALL, of_call, strict=True):
+                    setattr(sample, name, value or None)
             made.append(sample)
         return made
 
@@ -171,7 +175,8 @@ class _Reader:
             drain = head.get("drain_ns")
             row = (
                 *[number(head[name]) for number, name in zip(self.number, TEXTS, strict=True)],
-                head["turn"], head["repeat"], head["group"], head["batch_rows"], ids.count(b",") + 1,
+                head["turn"], head["repeat"], head["group"], head["batch_rows"],
+                *(head.get(name) or 0 for name in _OF_CALL), ids.count(b",") + 1,
                 head["ttft_ns"], head["e2e_ns"], -1 if drain is None else drain, 0,
             )  # fmt: skip
             self.rows.extend(array("q", row))
@@ -196,7 +201,8 @@ class _Reader:
         try:
             self.rows.extend(array("q", (
                 *[number(getattr(sample, name)) for number, name in zip(self.number, TEXTS, strict=True)], sample.turn,
-                sample.repeat, sample.group, sample.batch_rows, len(sample.token_ids), sample.ttft_ns or 0,
+                sample.repeat, sample.group, sample.batch_rows, *(getattr(sample, name) or 0 for name in _OF_CALL),
+                len(sample.token_ids), sample.ttft_ns or 0,
                 sample.e2e_ns or 0, drain, not sample.ok,
             )))  # fmt: skip
         except (TypeError, OverflowError) as error:

@@ -75,7 +75,7 @@ def _result(manifest: dict[str, Any], task: str, arm: str, ours: Sequence[Sample
         "total_output_tokens": written,
         "request_throughput": metrics.ratio(len(ok), seconds),
         "request_goodput": None,
-        "output_throughput": metrics.ratio(written, seconds),
+        "output_throughput": metrics.throughput_tokens_per_s(ok),
         "total_token_throughput": metrics.ratio(read + written, seconds),
         "max_output_tokens_per_s": None,  # a peak over one second; there is no peak throughput here
         "max_concurrent_requests": max((sample.batch_rows for sample in ok), default=None),

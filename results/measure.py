@@ -2,12 +2,13 @@
 
 The receiver counts: it notes the time of each step, trims at end of text, stop string and token limit, and stores the
 ids. It never believes a strategy's own count, and what is trimmed counts nowhere, neither as a token nor as accepted.
+It also decides who runs: where a request ends in a batch, its row goes to the next one that waits.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,9 +65,18 @@ class Ending:
 
 @dataclass
 class Outcome:
-    """What one row of one call came to. Times in nanoseconds from the start of the call, which is `start_ns`."""
+    """What one request of a call came to.
+
+    Attributes:
+        start_ns: when the call began, on the clock; all other times are durations in nanoseconds.
+        admitted_ns: from the start of the call until there was a row for the request; 0 for those that began with it.
+        ttft_ns, e2e_ns: from then to its first and its last token; the first numbers of `steps` count from then, too.
+        drain_ns: how long the devices worked on after the call; None where it broke off.
+        call_ns, call_tokens: of the whole call: the time to its last token, and how many tokens all its rows made.
+    """
 
     start_ns: int = 0
+    admitted_ns: int = 0
     token_ids: list[int] = field(default_factory=list)
     finish: str | None = None
     ttft_ns: int | None = None
@@ -76,10 +86,12 @@ class Outcome:
     levels: list[list[list[int]]] = field(default_factory=list)
     rejected: list[list[int]] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
+    call_ns: int = 0
+    call_tokens: int = 0
     error: str | None = None
 
     def take(self, step: Step, at_ns: int, ending: Ending, limit: int) -> bool:
-        """Adds a step; True when the row is finished by it."""
+        """Adds a step that came `at_ns` after the request was admitted; True when it is finished by it."""
         before = len(self.token_ids)
         self.token_ids.extend(step.tokens)
         end = ending.find(self.token_ids, len(step.tokens), limit)
@@ -100,6 +112,118 @@ class Outcome:
         return end is not None
 
 
+class Call:
+    """One call of a strategy's `generate`: some requests through its rows, from empty caches to the end of the last.
+
+    The first requests begin together, one per row. When one of them ends, the next one that waits takes its row at that
+    very moment, from which its times count (continuous batching). Requests that are as many as the rows are a group.
+
+    Attributes:
+        outcomes: one per request, in their order. Where the call broke off, those that had ended are whole.
+
+    Args:
+        ending: what ends the requests; one for all, or one per request.
+        drain: waits for every device and worker; called before the start and after the end.
+        rows: how many run at a time; by default all of them.
+
+    Raises:
+        ValueError: fewer rows than requests, for a strategy that is not `continuous`.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        ending: Ending | Sequence[Ending],
+        clock: Clock,
+        drain: Callable[[], None],
+        rows: int | None = None,
+    ) -> None:
+        rows = len(requests) if rows is None else min(rows, len(requests))
+        if rows < len(requests) and not strategy.continuous:
+            raise ValueError(f"{strategy.name}: {len(requests)} requests in {rows} row(s), and it replaces none")
+        self.outcomes = [Outcome() for _ in requests]
+        self._strategy, self._sampling, self._clock, self._drain = strategy, sampling, clock, drain
+        self._asked = list(requests)
+        self._endings = [ending] * len(requests) if isinstance(ending, Ending) else list(ending)
+        self._rows = self._asked[:rows]  # what the strategy sees; changed while it runs
+        self._numbers = list(range(rows))  # which of the requests is in each row
+        self._next = rows
+        self._start_ns = self._last_ns = self._tokens = 0
+
+    def run(self) -> list[Outcome]:
+        """Runs and times the call.
+
+        An exception of the strategy becomes the `error` of every request that was in a row, with no times; what still
+        waited then has neither an error nor a `finish`. KeyboardInterrupt passes.
+        """
+        self._strategy.reset()
+        gc.collect()
+        was_enabled = gc.isenabled()
+        gc.disable()  # a collection in the middle of a step would be counted against whoever it hits
+        try:
+            self._drain()
+            self._start_ns = self._clock.now()
+            steps = self._strategy.generate(self._rows, self._sampling)
+            try:
+                self._receive(steps)
+            finally:
+                steps.close()  # type: ignore[attr-defined]
+            end = self._clock.now()
+            self._drain()
+            drain_ns = self._clock.now() - end
+            self._check_end()
+            for outcome in self.outcomes:
+                outcome.drain_ns = drain_ns
+        except Exception as error:  # noqa: BLE001 - whatever a strategy raises becomes a failed sample, never a number
+            late = all(request.done for request in self._rows)  # it came from closing or draining: the last ones pay
+            for number, request in zip(self._numbers, self._rows, strict=True):
+                if late or not request.done:
+                    self.outcomes[number] = Outcome(error=_one_line(error))
+        finally:
+            if was_enabled:
+                gc.enable()
+            for outcome in self.outcomes:
+                if outcome.finish is not None:
+                    outcome.start_ns, outcome.facts = self._start_ns, dict(self._strategy.facts)
+                    outcome.call_ns, outcome.call_tokens = self._last_ns, self._tokens
+        return self.outcomes
+
+    def _receive(self, steps: Iterable[Step]) -> None:
+        for step in steps:
+            now = self._clock.now() - self._start_ns
+            _check(step, self._rows)
+            request = self._rows[step.row]
+            if request.done:  # finished within this round, by an earlier step of the same row
+                continue
+            number = self._numbers[step.row]
+            outcome = self.outcomes[number]
+            at_ns = now - outcome.admitted_ns
+            request.done = outcome.take(step, at_ns, self._endings[number], request.max_new_tokens)
+            self._last_ns = now
+            self._tokens += outcome.steps[-1][1]
+            if not request.done:
+                continue
+            if self._next < len(self._asked):
+                self._admit(step.row, now)
+            elif all(other.done for other in self._rows):
+                break
+
+    def _admit(self, row: int, now: int) -> None:
+        """Puts the next request that waits in a row that has become free."""
+        number = self._numbers[row] = self._next
+        self.outcomes[number].admitted_ns = now
+        self._rows[row] = self._asked[number]
+        self._next += 1
+
+    def _check_end(self) -> None:
+        for row, (number, request) in enumerate(zip(self._numbers, self._rows, strict=True)):
+            if not request.done:
+                made = len(self.outcomes[number].token_ids)
+                raise StrategyError(f"{self._strategy.name}: stopped by itself after {made} tokens of row {row}")
+
+
 def measure(
     strategy: Strategy,
     requests: Sequence[Request],
@@ -107,52 +231,10 @@ def measure(
     ending: Ending | Sequence[Ending],
     clock: Clock,
     drain: Callable[[], None],
+    rows: int | None = None,
 ) -> list[Outcome]:
-    """Runs one batch of requests from empty caches to the end of each row, and times it.
-
-    An exception of the strategy becomes the `error` of every row, with no times; KeyboardInterrupt passes.
-
-    Args:
-        ending: what ends the rows; one for all, or one per row.
-        drain: waits for every device and worker; called before the start and after the end.
-    """
-    endings = [ending] * len(requests) if isinstance(ending, Ending) else list(ending)
-    rows = [Outcome() for _ in requests]
-    strategy.reset()
-    gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()  # a collection in the middle of a step would be counted against whoever it hits
-    try:
-        drain()
-        start = clock.now()
-        steps = strategy.generate(requests, sampling)
-        try:
-            for step in steps:
-                now = clock.now() - start
-                _check(step, requests)
-                if requests[step.row].done:  # finished within this round, by an earlier step of the same row
-                    continue
-                request = requests[step.row]
-                request.done = rows[step.row].take(step, now, endings[step.row], request.max_new_tokens)
-                if request.done and all(other.done for other in requests):
-                    break
-        finally:
-            steps.close()  # type: ignore[attr-defined]
-        end = clock.now()
-        drain()
-        drain_ns = clock.now() - end
-        unfinished = [at for at, request in enumerate(requests) if not request.done]
-        if unfinished:
-            made = len(rows[unfinished[0]].token_ids)
-            raise StrategyError(f"{strategy.name}: stopped by itself after {made} tokens of row {unfinished[0]}")
-    except Exception as error:  # noqa: BLE001 - whatever a strategy raises becomes a failed sample, never a number
-        return [Outcome(error=_one_line(error)) for _ in requests]
-    finally:
-        if was_enabled:
-            gc.enable()
-    for row in rows:
-        row.start_ns, row.drain_ns, row.facts = start, drain_ns, dict(strategy.facts)
-    return rows
+    """Runs one `Call` and returns what its requests came to."""
+    return Call(strategy, requests, sampling, ending, clock, drain, rows).run()
 
 
 def _check(step: Step, requests: Sequence[Request]) -> None:

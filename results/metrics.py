@@ -1,8 +1,8 @@
 """Every metric, one pure function from samples, with its formula. `docs/metrics.md` says which trap each avoids.
 
-Notation for one sample: n emitted tokens after trimming, t0 the start of the call, tp the first and t1 the last token
-of this row on the host, S verification steps after the prefill, D draft tokens that the target looked at in them, A
-those of them that were accepted and emitted.
+Notation for one sample: n emitted tokens after trimming, t0 the start of the call (for a request that took the row of
+another: the moment it did), tp the first and t1 the last token of this row on the host, S verification steps after the
+prefill, D draft tokens that the target looked at in them, A those of them that were accepted and emitted.
 
 Functions that take samples pool: sums are divided by sums, never ratios averaged. They want finished samples of one
 arm and one kind; failed ones have no times and belong to nobody's mean (`finished` picks). A metric that is not
@@ -13,6 +13,7 @@ never NaN.
 from __future__ import annotations
 
 import operator
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -53,8 +54,8 @@ def emitted(sample: Sample) -> int:
 
 
 def ttft_ns(sample: Sample) -> int:
-    """Time to first token: tp - t0. Tokenisation is outside; the target's prefill (and the draft's, if the strategy
-    starts it before its first token) is inside."""
+    """Time to first token: tp - t0. Tokenisation and the wait for a row are outside; the target's prefill (and the
+    draft's, if the strategy starts it before its first token) is inside."""
     assert sample.ttft_ns is not None, "a failed sample has no times"
     return sample.ttft_ns
 
@@ -148,7 +149,7 @@ def e2e_tokens_per_s(samples: Sequence[Sample]) -> float | None:
 
 
 def calls(samples: Iterable[Sample]) -> list[list[Sample]]:
-    """The rows of each `generate` call together; a sample that ran alone is a call of its own."""
+    """The samples of each `generate` call together; one that ran alone is a call of its own."""
     alone: list[list[Sample]] = []
     groups: dict[tuple[str, str, str, int, int], list[Sample]] = {}
     for sample in samples:
@@ -160,34 +161,60 @@ def calls(samples: Iterable[Sample]) -> list[list[Sample]]:
     return alone + list(groups.values())
 
 
-def _slowest_rows(samples: Iterable[Sample]) -> list[Sample]:
-    """The last row of each call to finish: it stands for the call's time."""
-    samples = list(samples)
-    if all(sample.batch_rows == 1 for sample in samples):
-        return samples
-    return [max(rows, key=e2e_ns) for rows in calls(samples)]
+def call_ns(rows: Iterable[Sample]) -> int:
+    """Wall time of a call, from its start to the last token of any row.
+
+    It stands in every record of the call, since some of its rows may have failed, or be on record from an earlier call;
+    older records lack it, and there the last row to finish stands for the call.
+    """
+    return max(max(row.call_ns or 0, (row.admitted_ns or 0) + e2e_ns(row)) for row in rows)
+
+
+def call_tokens(rows: Sequence[Sample]) -> int:
+    """Tokens of all rows of a call, those of failed ones included as far as they came."""
+    return max(sum(map(emitted, rows)), *(row.call_tokens or 0 for row in rows))
 
 
 def wall_ns(samples: Iterable[Sample]) -> int:
-    """Sum over calls of the time to the last token of the slowest row: rows of a batch share their time."""
-    return sum(map(e2e_ns, _slowest_rows(samples)))
+    """Sum of the wall times of the calls that the samples ran in: rows of a batch share their time."""
+    return sum(map(call_ns, calls(samples)))
+
+
+def wall_tokens(samples: Iterable[Sample]) -> int:
+    """Tokens of all rows of those calls."""
+    return sum(map(call_tokens, calls(samples)))
 
 
 def throughput_tokens_per_s(samples: Sequence[Sample]) -> float | None:
-    """Tokens of all rows / wall time of the calls they ran in. Equals `e2e_tokens_per_s` for batch 1."""
-    return ratio(sum(map(emitted, samples)) * NS_PER_S, wall_ns(samples))
+    """Tokens of all rows / wall time of the calls they ran in. Equals `e2e_tokens_per_s` for batch 1.
+
+    The end of a call is in it, where fewer and fewer rows have something to do.
+    """
+    return ratio(wall_tokens(samples) * NS_PER_S, wall_ns(samples))
+
+
+def wall_parts_ns(samples: Iterable[Sample]) -> dict[int, float]:
+    """What each sample takes up of its call's wall time, in proportion to its tokens; by `id` of the sample."""
+    return {id(row): call_ns(rows) * emitted(row) / call_tokens(rows) for rows in calls(samples) for row in rows}
 
 
 def stall_share(samples: Iterable[Sample], factor: float = 10.0) -> float | None:
     """Sum of the gaps between steps that are longer than `factor` times the median gap / sum of all gaps.
 
     A step that takes ten times its like is no property of a strategy: something else had the machine. The first gap of
-    a sample is left out, since a draft model's prefill is in it.
+    a sample is left out, since a draft model's prefill is in it, and so is every gap in which another row of its batch
+    got its first token: there a prompt was read, by the target and by a draft model.
     """
     gaps: list[int] = []
-    for sample in samples:
-        times = [step[NS] for step in sample.steps]
-        gaps += [after - before for before, after in zip(times[1:], times[2:], strict=False)]
+    for rows in calls(samples):
+        begun = sorted((row.admitted_ns or 0) + ttft_ns(row) for row in rows)
+        for row in rows:
+            times = [(row.admitted_ns or 0) + step[NS] for step in row.steps[1:]]
+            gaps += [
+                after - before
+                for before, after in zip(times, times[1:], strict=False)
+                if bisect_right(begun, before) == bisect_right(begun, after)
+            ]
     if not gaps:
         return None
     limit = factor * (percentile(gaps, 50) or 0)
@@ -199,8 +226,13 @@ def drain_share(samples: Iterable[Sample]) -> float | None:
 
     Work that a strategy leaves behind is paid by whatever runs next.
     """
-    rows = [row for row in _slowest_rows(samples) if row.drain_ns is not None]
-    return ratio(sum(row.drain_ns or 0 for row in rows), sum(map(e2e_ns, rows)))
+    drain = wall = 0
+    for rows in calls(samples):
+        known = [row.drain_ns for row in rows if row.drain_ns is not None]
+        if known:
+            drain += max(known)
+            wall += call_ns(rows)
+    return ratio(drain, wall)
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
@@ -427,7 +459,8 @@ def time_split(samples: Iterable[Sample]) -> TimeSplit | None:
     """The split of decode time of traced samples; None where nothing was traced.
 
     Rows of a batch share their forwards, so each call counts once: its decode time runs from the first first token to
-    the last last one, its steps are those of its longest row.
+    the last last one, its steps are those of its longest row. Traced calls have no more requests than rows, so that no
+    prompt is read in between.
     """
     total = None
     for rows in calls(samples):

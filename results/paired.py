@@ -23,22 +23,41 @@ def distinct_prompts(data: Columns, chosen: np.ndarray) -> int:
     return len(np.unique(data["task"][chosen] * len(data.names["prompt_id"].texts) + data["prompt_id"][chosen]))
 
 
-def slowest_rows(data: Columns, chosen: np.ndarray) -> np.ndarray:
-    """The last row of each call to finish, as `metrics.wall_ns` takes it; the chosen samples are of one arm."""
-    if not len(chosen) or (data["batch_rows"][chosen] == 1).all():
-        return chosen
-    order = chosen[np.lexsort([data[name][chosen] for name in ("e2e_ns", "group", "repeat", "task")])]
-    calls = np.stack([data[name][order] for name in ("task", "repeat", "group")])
-    alone = data["batch_rows"][order] == 1
-    last = np.append((calls[:, 1:] != calls[:, :-1]).any(axis=0), True)
-    return order[last | alone]
+@dataclass(frozen=True)
+class Calls:
+    """The calls that some samples of one arm ran in, one entry each; what they are is said in `results.metrics`.
+
+    Attributes:
+        drain_ns: -1 where it is not known.
+    """
+
+    wall_ns: np.ndarray
+    tokens: np.ndarray
+    drain_ns: np.ndarray
 
 
-def drain_share(data: Columns, chosen: np.ndarray) -> float | None:
+def calls_of(data: Columns, chosen: np.ndarray) -> Calls:
+    """As `metrics.calls`, `call_ns` and `call_tokens`; the chosen samples are of one arm."""
+    ends = np.maximum(data["call_ns"][chosen], data["admitted_ns"][chosen] + data["e2e_ns"][chosen])
+    tokens, drain = data["tokens"][chosen], data["drain_ns"][chosen]
+    alone = data["batch_rows"][chosen] == 1
+    if alone.all():
+        return Calls(ends, tokens, drain)
+    own = np.where(alone, 1 + np.arange(len(chosen)), 0)
+    keys = np.stack([*(data[name][chosen] for name in ("task", "repeat", "group")), own])
+    number = np.unique(keys, axis=1, return_inverse=True)[1].ravel()
+    calls = Calls(*(np.full(number.max() + 1, least, dtype=np.int64) for least in (0, 0, -1)))
+    np.maximum.at(calls.wall_ns, number, ends)
+    np.add.at(calls.tokens, number, tokens)
+    np.maximum.at(calls.tokens, number, data["call_tokens"][chosen])
+    np.maximum.at(calls.drain_ns, number, drain)
+    return calls
+
+
+def drain_share(calls: Calls) -> float | None:
     """As `metrics.drain_share`."""
-    rows = slowest_rows(data, chosen)
-    rows = rows[data["drain_ns"][rows] >= 0]
-    return metrics.ratio(int(data["drain_ns"][rows].sum()), int(data["e2e_ns"][rows].sum()))
+    known = calls.drain_ns >= 0
+    return metrics.ratio(int(calls.drain_ns[known].sum()), int(calls.wall_ns[known].sum()))
 
 
 def spread(data: Columns, chosen: np.ndarray) -> float | None:
@@ -193,15 +212,28 @@ def _times(data: Columns, at: np.ndarray, metric: str) -> tuple[np.ndarray, np.n
 
 
 def _units(data: Columns, at: np.ndarray) -> np.ndarray:
-    """The number of the prompt, or of the batch it first ran in, of each pair; see `statistics._units`."""
+    """The number of the prompt, or of the rows of a batch that it first ran with, of each pair; see
+    `statistics._units`."""
     prompts = data["task"][at] * len(data.names["prompt_id"].texts) + data["prompt_id"][at]
     _, first, back = np.unique(prompts, return_index=True, return_inverse=True)
     shared = data["batch_rows"][at][first] > 1
-    unit = np.stack([data["task"][at][first], shared, np.where(shared, data["group"][at][first], prompts[first])])
+    call = np.where(shared, data["group"][at][first], prompts[first])
+    unit = np.stack([data["task"][at][first], shared, call, np.where(shared, _blocks(data, at)[first], 0)])
     _, number = np.unique(unit, axis=1, return_inverse=True)
     numbers = number.ravel()[back]
     _, first, back = np.unique(numbers, return_index=True, return_inverse=True)
     return np.argsort(np.argsort(first))[back]  # counted in the order of the pairs
+
+
+def _blocks(data: Columns, at: np.ndarray) -> np.ndarray:
+    """Which block of as many as its call's rows each sample was admitted in; see `statistics._blocks`."""
+    keys = np.stack([data["batch_rows"][at] > 1, data["group"][at], data["task"][at]])
+    order = np.lexsort((data["admitted_ns"][at], *keys))  # stable: equal ones stay in the order of the pairs
+    fresh = (np.diff(keys[:, order], prepend=-1) != 0).any(axis=0)
+    begin = np.maximum.accumulate(np.where(fresh, np.arange(len(at)), 0))
+    blocks = np.empty(len(at), dtype=np.int64)
+    blocks[order] = (np.arange(len(at)) - begin) // np.maximum(data["batch_rows"][at][order], 1)
+    return blocks
 
 
 def sign_flip(sums: np.ndarray, ratio: Callable[[np.ndarray], np.ndarray]) -> float | None:

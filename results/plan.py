@@ -26,6 +26,7 @@ BASELINE = "autoregressive"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 RUNTIMES = ("auto", "packed", "transformers")
 QUANTS = (None, "int8", "int4")
+PROMPTS_PER_ROW = 4  # that one call runs through its rows, where no option says how many
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Plan:
     place: str = "target=cpu"
     threads: int | None = None
     batch: int = 1
+    batch_prompts: int | None = None
     repeats: int = 1
     raw: bool = False
     baseline: bool = True
@@ -78,10 +80,13 @@ class Plan:
         for name, least in (("batch", 1), ("repeats", 1), ("warmup", 0), ("trace", 0)):
             if getattr(self, name) < least:
                 raise UsageError(f"--{name} {getattr(self, name)}: at least {least}")
-        for name in ("limit", "max_new_tokens", "draft_length", "threads"):
+        for name in ("limit", "max_new_tokens", "draft_length", "threads", "batch_prompts"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {value}: at least 1")
+        if self.batch_prompts is not None and (self.batch == 1 or self.batch_prompts < self.batch):
+            wanted = f"at least --batch {self.batch}" if self.batch > 1 else "is of a batch; give --batch, too"
+            raise UsageError(f"--batch-prompts {self.batch_prompts}: {wanted}")
         for name, known in (
             ("dtype", DTYPES),
             ("runtime", RUNTIMES),
@@ -108,6 +113,15 @@ class Plan:
             names = getattr(self, what)
             if twice := sorted({name for name in names if names.count(name) > 1}):
                 raise UsageError(f"--{what}: {', '.join(twice)} is named twice")
+
+    @property
+    def prompts_per_call(self) -> int:
+        """How many prompts one call runs through its rows, and by how many the arms take turns; 1 without a batch.
+
+        Enough that rows which stand idle at the end of a call, with no prompt left to begin, weigh little; few enough
+        that no arm has the machine for long.
+        """
+        return (self.batch_prompts or PROMPTS_PER_ROW * self.batch) if self.batch > 1 else 1
 
     @property
     def drafts(self) -> dict[str, str]:
@@ -344,6 +358,10 @@ def _check_roles(checked: Checked) -> None:
     for arm in checked.arms:
         if "draft" in arm.strategy.roles and not plan.draft:
             raise UsageError(f"{arm.name}: needs a draft model; name one with --draft. See: specbench list models")
+        if arm.strategy.needs_packed and plan.runtime == "transformers":
+            raise UsageError(f"{arm.name}: needs the packed runtime, not --runtime transformers")
+        if arm.strategy.needs_packed and checked.placement.of("target").kind != "cpu":
+            raise UsageError(f"{arm.name}: is built for CPU only; use --place target=cpu")
     for role in plan.drafts:
         options = plan.draft_options(role)
         if options != DraftOptions() and plan.runtime == "transformers":

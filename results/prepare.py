@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..errors import MeasurementError, UsageError
+from ..errors import MeasurementError, ModelError, UsageError
 from ..models.drafts import describe_draft
 from ..models.info import ModelInfo, describe
 from ..models.load import check_cache, check_pair, check_runtime
@@ -149,6 +149,9 @@ def prepare(checked: Checked, listener: Listener) -> Prepared:
         device = checked.placement.of(role).torch_name
         packed = check_runtime(info, device, prepared.dtype, plan.runtime, prepared.quant(role), plan.exact)
         prepared.runtimes[role] = "packed" if packed else "transformers"
+    for arm in checked.arms:
+        if arm.strategy.needs_packed and prepared.runtimes["target"] != "packed":
+            raise ModelError(f"{arm.name}: needs the packed runtime, which does not support target {target.name}")
     wanted = sum(turn.max_new_tokens < (plan.max_new_tokens or turn.prompt.max_new_tokens) for turn in turns)
     if wanted:
         listener.note(

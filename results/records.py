@@ -8,16 +8,18 @@ Schema 1, one sample (`docs/files.md` describes every field):
 
     arm, task, prompt_id, prompt_hash, category, turn, repeat   which measurement
     kind        "measure"; "trace" (split of time, never in a table's speed); "check" (first prompt once more)
-    group       number of the `generate` call; rows of one batch share it
-    batch_rows  rows that ran together in that call
+    group       number of the `generate` call; what ran in it shares it
+    batch_rows  rows that ran together in that call; with more requests than rows, they took each other's places
     prompt_tokens, max_new_tokens
     token_ids   what was emitted, trimmed; empty on error
     finish      "eos" | "stop" | "length"; null on error
-    ttft_ns, e2e_ns   from the start of the call to the first / last token of this row on the host
-    drain_ns    how long the devices still worked after the last token of the call
-    steps       [[ns since start, tokens kept, drafted, accepted, wasted], ...]; the first is the prefill
+    admitted_ns from the start of the call until there was a row for this request; absent where it began with the call
+    ttft_ns, e2e_ns   from then to the first / last token on the host
+    drain_ns    how long the devices still worked after the last token of the call; null where the call broke off
+    steps       [[ns since it was admitted, tokens kept, drafted, accepted, wasted], ...]; the first is the prefill
+    call_ns, call_tokens   of the whole call, to its last token in any row, and all its tokens; absent for one request
     levels      per step [[drafted, accepted, forwards, ns], ...] of a cascade's inner levels; or absent
-    forwards    trace only: {role: [[start ns, end ns, rows, new tokens], ...]}
+    forwards    trace only: {role: [[start ns, end ns, rows, new tokens], ...]}, from the start of the call
     rejected    trace only: per step, the ids of the draft tokens that the target looked at and did not take
     facts       what the strategy's controller decided and its workers did, by name; absent where there is nothing
     error       null, or one line; then no times and no ids
@@ -74,11 +76,19 @@ class Sample:
     forwards: dict[str, list[list[int]]] | None = None
     rejected: list[list[int]] | None = None
     facts: dict[str, Any] | None = None
+    admitted_ns: int | None = None
+    call_ns: int | None = None
+    call_tokens: int | None = None
     error: str | None = None
 
     @property
     def ok(self) -> bool:
         return self.error is None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it ran to its end or failed: a sample that did neither is never written."""
+        return self.finish is not None or self.error is not None
 
     @property
     def key(self) -> tuple[str, str, str, int, int, str]:

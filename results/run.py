@@ -1,9 +1,9 @@
 """A run from a plan to a folder of records and a summary.
 
-Arms are interleaved prompt by prompt and take turns at going first. Later turns of a prompt replay the answer of the
-reference arm (the baseline) for all arms. After the measured samples come the first prompt once more (state carried
-over between prompts would show) and a traced pass over a few prompts (where the time goes); neither feeds a table's
-speed.
+Arms are interleaved prompt by prompt and take turns at going first; in batches, by as many prompts as one call runs
+through its rows (`Plan.prompts_per_call`). Later turns of a prompt replay the answer of the reference arm (the
+baseline) for all arms. After the measured samples come the first prompt once more (state carried over between prompts
+would show) and a traced pass over a few prompts (where the time goes); neither feeds a table's speed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..tasks import warmup
 from . import lossless
 from .listener import Listener
 from .manifest import check_same_work, describe_arm, different_environment, new_manifest, now
-from .measure import Ending, Outcome, measure
+from .measure import Call, Ending, Outcome, measure
 from .plan import BASELINE, Arm, Plan, check, to_json
 from .prepare import Prepared, Turn, prepare
 from .records import SAMPLES, RunFolder, Sample, SampleWriter
@@ -400,11 +400,13 @@ class _Run:
                 continue
             text = warmup.text(int(np.median(lengths)), self.prepared.codec)
             ids = tuple(self.prepared.codec.encode(text)) or self.prepared.first_turns[0].ids[:1]
+            rows = self.plan.batch
             for arm in self.arms:
+                count = rows + (rows > 1 and arm.strategy.continuous)  # one more, to take the row of another
                 for _ in range(self.plan.warmup):
-                    requests = [Request(number, ids, WARMUP_TOKENS) for number in range(self.plan.batch)]
+                    requests = [Request(number, ids, WARMUP_TOKENS) for number in range(count)]
                     ending = Ending(self.eos)
-                    outcomes = measure(arm.strategy, requests, self.sampling, ending, self.clock, self.drain)
+                    outcomes = measure(arm.strategy, requests, self.sampling, ending, self.clock, self.drain, rows)
                     self.manifest["warmup"].append([task, arm.name, outcomes[0].e2e_ns])
                     if outcomes[0].error:
                         self.listener.warn(f"{arm.name}, warm-up: {outcomes[0].error}")
@@ -415,8 +417,9 @@ class _Run:
         self.listener.stage("measuring")
         for task in dict.fromkeys(task for task, _ in self.prepared.prompts):
             turns = [turn for turn in self.prepared.first_turns if turn.task == task]
-            for at in range(0, len(turns), self.plan.batch):
-                self._measure_group(turns[at : at + self.plan.batch])
+            size = self.plan.prompts_per_call
+            for at in range(0, len(turns), size):
+                self._measure_group(turns[at : at + size])
 
     def _measure_group(self, turns: list[Turn]) -> None:
         answers: list[list[str]] = [[] for _ in turns]
@@ -438,28 +441,56 @@ class _Run:
             number += 1
 
     def _sample(self, arm: _Arm, turns: list[Turn], repeat: int, kind: str) -> None:
-        """Measures one group on one arm, unless it is on the disk already, and writes what is new."""
+        """Measures some prompts on one arm, unless they are on the disk already, and writes what is new.
+
+        Where the strategy takes up requests that wait, one call does them all; else they go in groups of a batch.
+        """
+        size = len(turns) if arm.strategy.continuous else self.plan.batch
+        for at in range(0, len(turns), size):
+            left = turns[at : at + size]
+            while left:
+                left = self._call(arm, left, repeat, kind)
+
+    def _call(self, arm: _Arm, turns: list[Turn], repeat: int, kind: str) -> list[Turn]:
+        """One call; returns the turns that it did not get to before it broke off, fewer than there were.
+
+        What is on the disk already runs once more beside what is not, so that every row has its company.
+        """
         samples = [self._blank(arm, turn, repeat, kind) for turn in turns]
         if all(sample.key in self.done for sample in samples):
-            return
-        runnable = [at for at, turn in enumerate(turns) if turn.error is None]
+            return []
+        running = [turn for turn in turns if turn.error is None]
         for sample, turn in zip(samples, turns, strict=True):
             sample.error = turn.error
-            sample.batch_rows = len(runnable)
-        if runnable:
-            requests = [Request(turns[at].key, turns[at].ids, turns[at].max_new_tokens) for at in runnable]
-            endings = [self._ending(turns[at]) for at in runnable]
-            environment.reset_peak_memory()
-            for worker in _workers(arm.models.values()):
-                worker.call(reset_peak_memory)
-            outcomes = measure(arm.strategy, requests, self.sampling, endings, self.clock, self.drain)
-            arm.peak_bytes = max(arm.peak_bytes or 0, _peak_memory_bytes(arm) or 0) or None
-            for at, outcome in zip(runnable, outcomes, strict=True):
-                _fill(samples[at], outcome)
-                if kind == "trace":
-                    samples[at].forwards = self._forwards(arm, outcome)
-                    samples[at].rejected = outcome.rejected if any(outcome.rejected) else None
-        fresh = [sample for sample in samples if sample.key not in self.done]
+            sample.batch_rows = min(self.plan.batch, len(running))
+        ran = [sample for sample in samples if sample.ok]
+        requests = [Request(turn.key, turn.ids, turn.max_new_tokens) for turn in running]
+        endings = [self._ending(turn) for turn in running]
+        call = Call(arm.strategy, requests, self.sampling, endings, self.clock, self.drain, self.plan.batch)
+        try:
+            if running:
+                environment.reset_peak_memory()
+                for worker in _workers(arm.models.values()):
+                    worker.call(reset_peak_memory)
+                call.run()
+                arm.peak_bytes = max(arm.peak_bytes or 0, _peak_memory_bytes(arm) or 0) or None
+        except KeyboardInterrupt:
+            if kind == "measure":  # the other passes are short, and begin anew
+                self._keep(arm, samples, ran, call.outcomes)
+            raise
+        self._keep(arm, samples, ran, call.outcomes)
+        for worker in _workers(arm.models.values()):
+            worker.join()  # a sample may fail; a worker that is gone would fail all that follow
+        return [turn for turn, sample in zip(turns, samples, strict=True) if not sample.ended]
+
+    def _keep(self, arm: _Arm, samples: list[Sample], ran: list[Sample], outcomes: list[Outcome]) -> None:
+        """Fills in what a call came to, and writes what has ended and is not on the disk yet."""
+        for sample, outcome in zip(ran, outcomes, strict=True):
+            _fill(sample, outcome, alone=len(ran) == 1)
+            if sample.kind == "trace" and sample.ok:
+                sample.forwards = self._forwards(arm, outcome)
+                sample.rejected = outcome.rejected if any(outcome.rejected) else None
+        fresh = [sample for sample in samples if sample.ended and sample.key not in self.done]
         assert self.writer is not None
         self.writer.append(fresh)
         self.done |= {sample.key: sample for sample in fresh}
@@ -467,9 +498,8 @@ class _Run:
         for sample in fresh:
             if sample.error:
                 self.listener.warn(f"{arm.name}, {sample.task} {sample.prompt_id}: {sample.error}")
-        self.listener.sample(fresh)
-        for worker in _workers(arm.models.values()):
-            worker.join()  # a sample may fail; a worker that is gone would fail all that follow
+        if fresh:
+            self.listener.sample(fresh)
 
     def _blank(self, arm: _Arm, turn: Turn, repeat: int, kind: str) -> Sample:
         return Sample(
@@ -511,17 +541,17 @@ class _Run:
                 for arm in self.arms:
                     if arm.engine != "specbench":
                         continue
-                    for model in arm.models.values():
+                    for model in arm.strategy.models.values():  # with what a strategy made of them itself
                         model.trace = []
                     self._sample(arm, turns[at : at + self.plan.batch], 0, "trace")
-                    for model in arm.models.values():
+                    for model in arm.strategy.models.values():
                         model.trace = None
 
     def _forwards(self, arm: _Arm, outcome: Outcome) -> dict[str, list[list[int]]]:
         start = outcome.start_ns
         return {
             role: [[f.start_ns - start, f.end_ns - start, f.rows, f.new_tokens] for f in model.trace or []]
-            for role, model in arm.models.items()
+            for role, model in arm.strategy.models.items()
         }
 
     def _judge(self, reference: Sample, index: int, token: int, other: int) -> lossless.Divergence:
@@ -560,9 +590,10 @@ def _peak_memory_bytes(arm: _Arm) -> int | None:
     return None if None in peaks else sum(peak for peak in peaks if peak)
 
 
-def _fill(sample: Sample, outcome: Outcome) -> None:
+def _fill(sample: Sample, outcome: Outcome, alone: bool) -> None:
+    """What a request came to; nothing where it had not ended."""
     sample.error = outcome.error
-    if outcome.error is not None:
+    if outcome.finish is None:
         return
     sample.token_ids = outcome.token_ids
     sample.finish = outcome.finish
@@ -572,3 +603,6 @@ def _fill(sample: Sample, outcome: Outcome) -> None:
     sample.steps = outcome.steps
     sample.levels = outcome.levels or None
     sample.facts = outcome.facts or None
+    sample.admitted_ns = outcome.admitted_ns or None
+    if not alone:
+        sample.call_ns, sample.call_tokens = outcome.call_ns, outcome.call_tokens

@@ -25,6 +25,7 @@ MOST_DRAIN = 0.01
 MOST_STALL = 0.02
 
 Key = tuple[str, str, int, int]
+Block = tuple[int, int]
 
 
 # --- pairs -----------------------------------------------------------------------------------------------------------
@@ -164,8 +165,17 @@ def e2e_speedup(pairs: Sequence[Pair], per_token: bool = False) -> Speedup | Non
     return _speedup(pairs, metrics.e2e_ns, metrics.emitted, per_token)
 
 
+def throughput_speedup(pairs: Sequence[Pair]) -> Speedup | None:
+    """Tokens per second of all rows together / the baseline's, over the calls that the pairs ran in.
+
+    Every answer counts with its part of its call's wall time (`metrics.wall_parts_ns`), per token.
+    """
+    parts = metrics.wall_parts_ns(one.baseline for one in pairs) | metrics.wall_parts_ns(one.other for one in pairs)
+    return _speedup(pairs, lambda sample: parts[id(sample)], metrics.emitted, per_token=True)
+
+
 def _speedup(
-    pairs: Sequence[Pair], time: Callable[[Sample], int], tokens: Callable[[Sample], int], per_token: bool
+    pairs: Sequence[Pair], time: Callable[[Sample], float], tokens: Callable[[Sample], int], per_token: bool
 ) -> Speedup | None:
     if not pairs:
         return None
@@ -188,8 +198,8 @@ def _speedup(
         prompts=len(sums),
         pairs=len(pairs),
         per_token=per_token,
-        baseline_ns=total[0],
-        arm_ns=total[1],
+        baseline_ns=round(total[0]),
+        arm_ns=round(total[1]),
         baseline_tokens=total[2],
         arm_tokens=total[3],
     )
@@ -203,20 +213,35 @@ def _ratio_of_sums(sums: np.ndarray, per_token: bool) -> np.ndarray:
 def _units(pairs: Sequence[Pair]) -> list[int]:
     """The number of the prompt that each pair belongs to, counted from 0.
 
-    Turns and repeats of a prompt are not independent draws of anything, and neither are rows of one batch, which share
-    their time: they are resampled together.
+    Turns and repeats of a prompt are not independent draws of anything, and neither are rows that run at the same time:
+    they are resampled together. Where more requests went through a batch than it has rows, as many as it has rows that
+    were admitted one after another are taken for such a block.
     """
-    first_call: dict[tuple[str, str], tuple[str, int | str]] = {}
-    numbers: dict[tuple[str, int | str], int] = {}
+    blocks = _blocks([one.baseline for one in pairs])
+    first_call: dict[tuple[str, str], tuple[str, Block | str]] = {}
+    numbers: dict[tuple[str, Block | str], int] = {}
     units = []
-    for one in pairs:
+    for one, block in zip(pairs, blocks, strict=True):
         sample = one.baseline
         prompt = (sample.task, sample.prompt_id)
         if prompt not in first_call:
-            shared = sample.group if sample.batch_rows > 1 else sample.prompt_id
-            first_call[prompt] = (sample.task, shared)
+            first_call[prompt] = (sample.task, block or sample.prompt_id)
         units.append(numbers.setdefault(first_call[prompt], len(numbers)))
     return units
+
+
+def _blocks(samples: Sequence[Sample]) -> list[Block | None]:
+    """Per sample its call, and which block of as many as its rows it was admitted in; None for one that ran alone."""
+    calls: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for at, sample in enumerate(samples):
+        if sample.batch_rows > 1:
+            calls[sample.task, sample.group].append(at)
+    blocks: list[Block | None] = [None] * len(samples)
+    for (_, group), members in calls.items():
+        members.sort(key=lambda at: samples[at].admitted_ns or 0)
+        for rank, at in enumerate(members):
+            blocks[at] = (group, rank // samples[at].batch_rows)
+    return blocks
 
 
 def bootstrap_interval(

@@ -28,7 +28,7 @@ class Request:
         key: integer that stands for the prompt in the noise (same prompt, same key, in every arm).
         ids: the prompt's token ids, at least one.
         max_new_tokens: drafting beyond it is wasted work; the receiver enforces it.
-        done: set by the receiver; a row that is done gets no more work.
+        done: set by the receiver; a request that is done gets no more work, and another may take its row.
     """
 
     key: int
@@ -108,6 +108,37 @@ class Row:
         return max(0, left)
 
 
+class Batch:
+    """The rows of one call of `generate`, in which requests come and go.
+
+    Where a request is done the receiver may put the next one in its place in `requests`. `next` notices: the target
+    forgets what it has cached for that row, the drafter what it knows of it, and the prompt is read in a forward
+    without drafts, by itself or with other prompts that are due, before any other row goes on. That is how a call
+    begins anyway. So every strategy pays the same for a prompt, no row is padded to the length of one, and the forwards
+    that verify keep their shape, on which the last bits depend on some devices.
+    """
+
+    def __init__(self, requests: Sequence[Request], target: CachedModel, drafter: Drafter | None = None) -> None:
+        self._requests, self._target, self._drafter = requests, target, drafter
+        self._rows = [self._begin(index, request) for index, request in enumerate(requests)]
+
+    def next(self) -> list[Row]:
+        """The rows of the target's next forward: those whose prompts are to be read (`new_tokens` is 0), if there are
+        any, else all that are not done. Empty at the end."""
+        for index, request in enumerate(self._requests):
+            if self._rows[index].request is not request:
+                self._rows[index] = self._begin(index, request)
+        active = [row for row in self._rows if not row.request.done]
+        return [row for row in active if not row.new_tokens] or active
+
+    def _begin(self, index: int, request: Request) -> Row:
+        row = Row(index, request)
+        self._target.forget(index)
+        if self._drafter is not None:
+            self._drafter.begin(row)
+        return row
+
+
 @dataclass(frozen=True)
 class Draft:
     """Proposed tokens for one row.
@@ -131,6 +162,12 @@ class Drafter(ABC):
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[Draft]:
         """Proposes at most `limits[i]` tokens to follow `rows[i].tokens`; fewer or none where it has no idea."""
 
+    def begin(self, row: Row) -> None:  # noqa: B027 - nothing to do for most
+        """A request begins in a row: forgets what stood under `row.index` before, in its models' caches as well.
+
+        Called for every request, before anything is drafted for it; more than once does no harm.
+        """
+
     def reset(self) -> None:  # noqa: B027 - nothing to do for most
         """Forgets everything about the rows it has seen."""
 
@@ -151,6 +188,9 @@ class Strategy(ABC):
             own kind of model in place of a `CachedModel`.
         reports_drafts: False where only the tokens are known and not what was drafted for them.
         apart: True where draft and target work at the same time, so that the draft has to be in a worker process.
+        needs_packed: True where the target has to be in the packed runtime, on CPU.
+        continuous: True where it takes up the request that the receiver puts in the place of one that is done, as
+            `Batch` does (continuous batching). Others run rows in groups that begin together and end with the last one.
         Options: frozen dataclass; a field `draft_length` is set by `--option name.draft-length=4`.
 
     Attributes:
@@ -169,6 +209,8 @@ class Strategy(ABC):
     engine: ClassVar[str] = "specbench"
     reports_drafts: ClassVar[bool] = True
     apart: ClassVar[bool] = False
+    needs_packed: ClassVar[bool] = False
+    continuous: ClassVar[bool] = False
     Options: ClassVar[type]
 
     @classmethod
@@ -195,7 +237,11 @@ class Strategy(ABC):
 
     @abstractmethod
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Step]:
-        """Decodes until every request is done. Rows may take turns in any order; each row's steps come in order."""
+        """Decodes until every request is done. Rows may take turns in any order; each row's steps come in order.
+
+        While it runs, the receiver may put another request in the place of one that is done, if the strategy is
+        `continuous`; between two steps of a row such a strategy looks at `requests` again, as `Batch.next` does.
+        """
 
     def reset(self) -> None:
         """Forgets everything learned from earlier prompts. Called before every sample."""

@@ -134,6 +134,9 @@ class LookupDrafter(Drafter):
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[Draft]:
         return [Draft(self._continue(row, limit)) for row, limit in zip(rows, limits, strict=True)]
 
+    def begin(self, row: Row) -> None:
+        self._index.pop(row.index, None)
+
     def reset(self) -> None:
         self._index.clear()
 
@@ -174,6 +177,7 @@ class Lookup(Strategy):
     summary = "drafts by continuing an earlier occurrence of the latest tokens; no draft model"
     source = "Saxena 2023; Yang et al. 2023"
     roles = ("target",)
+    continuous = True
     Options = Options
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Step]:

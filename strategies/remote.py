@@ -76,6 +76,9 @@ class RemoteDrafter(Drafter):
         words = iter(answer.ids)
         return [_read_draft(words) for _ in rows]
 
+    def begin(self, row: Row) -> None:
+        self._sent.pop(row.index, None)  # with the next question the far end hears of it
+
     def reset(self) -> None:
         self._port = None
         self._sent = {}
@@ -109,12 +112,12 @@ def _draft(
     while True:
         question = port.wait()
         assert question is not None
-        rows, limits = _read_question(iter(question.ids), known)
+        rows, limits = _read_question(iter(question.ids), known, drafter.begin)
         drafts, took_ns = timed(drafter.propose, rows, limits)
         port.send(_DRAFTS, base=took_ns, ids=[word for draft in drafts for word in _draft_words(draft)])
 
 
-def _read_question(words: Any, known: dict[int, Row]) -> tuple[list[Row], list[int]]:
+def _read_question(words: Any, known: dict[int, Row], begin: Callable[[Row], None]) -> tuple[list[Row], list[int]]:
     rows, limits = [], []
     for _ in range(next(words)):
         index, limit, prompt_length = next(words), next(words), next(words)
@@ -124,6 +127,7 @@ def _read_question(words: Any, known: dict[int, Row]) -> tuple[list[Row], list[i
         fresh = [next(words) for _ in range(next(words))]
         if prompt_length:
             known[index] = Row(index, Request(key, fresh[:prompt_length], max_new_tokens))
+            begin(known[index])
             fresh = fresh[prompt_length:]
         known[index].tokens.extend(fresh)
         rows.append(known[index])

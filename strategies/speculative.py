@@ -15,7 +15,7 @@ import torch
 
 from ..errors import UsageError
 from ..models.base import CachedModel
-from .base import Draft, Drafter, Request, Row, Step, Strategy
+from .base import Batch, Draft, Drafter, Request, Row, Step, Strategy
 from .remote import drafter_for
 from .sampling import Sampling
 from .verify import Verifier
@@ -47,6 +47,9 @@ class ModelDrafter(Drafter):
                     probs[i].append(q)
         return [Draft(t, torch.stack(q) if q else None) for t, q in zip(tokens, probs, strict=True)]
 
+    def begin(self, row: Row) -> None:
+        self.model.forget(row.index)
+
 
 def model_drafter(models: Mapping[str, CachedModel], sampling: Sampling, options: Any) -> ModelDrafter:
     """Made where the draft model is, see `remote.drafter_for`."""
@@ -56,22 +59,22 @@ def model_drafter(models: Mapping[str, CachedModel], sampling: Sampling, options
 def draft_and_verify(
     target: CachedModel, drafter: Drafter, verifier: Verifier, requests: Sequence[Request], draft_length: int
 ) -> Iterator[Step]:
-    """The loop of every strategy that drafts, then verifies: prefill, then rounds until all rows are done."""
-    rows = [Row(index, request) for index, request in enumerate(requests)]
-    drafts = [Draft(())] * len(rows)  # nothing is drafted before the first token is out
-    while active := [row for row in rows if not row.request.done]:
-        if drafts is None:
-            drafts = drafter.propose(active, [min(draft_length, row.room(target)) for row in active])
+    """The loop of every strategy that drafts, then verifies: prefill, then rounds until all requests are done."""
+    batch = Batch(requests, target, drafter)
+    while rows := batch.next():
+        if rows[0].new_tokens:
+            drafts = drafter.propose(rows, [min(draft_length, row.room(target)) for row in rows])
+        else:
+            drafts = [Draft(())] * len(rows)  # nothing is drafted before the first token is out
         logits = target.advance(
-            [row.tokens.view(draft.tokens) for row, draft in zip(active, drafts, strict=True)],
+            [row.tokens.view(draft.tokens) for row, draft in zip(rows, drafts, strict=True)],
             [len(draft.tokens) + 1 for draft in drafts],
-            [row.index for row in active],
+            [row.index for row in rows],
         )
-        for row, draft, verdict in zip(active, drafts, verifier.verify(active, drafts, logits), strict=True):
+        for row, draft, verdict in zip(rows, drafts, verifier.verify(rows, drafts, logits), strict=True):
             row.tokens.extend(verdict.tokens)
             rejected = tuple(draft.tokens[verdict.accepted :])
             yield Step(row.index, verdict.tokens, len(draft.tokens), verdict.accepted, draft.levels, rejected=rejected)
-        drafts = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ class Speculative(Strategy):
     summary = "a draft model proposes a few tokens, the target verifies them in one forward"
     source = "Leviathan et al. 2023; Chen et al. 2023"
     roles = ("target", "draft")
+    continuous = True
     Options = Options
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Step]:
