@@ -9,6 +9,8 @@ import torch
 
 from specbench.hardware.clock import Clock
 from specbench.models.base import CachedModel, Forward, Ids, common_prefix
+from specbench.models.sparse_select import Selection
+from specbench.models.sparse_view import SparseView
 from specbench.strategies.base import Draft, Drafter, Request, Row, Strategy
 from specbench.strategies.sampling import Sampling
 
@@ -66,9 +68,60 @@ class TableModel(CachedModel):
     def reset(self) -> None:
         self.cache.clear()
 
+    def forget(self, row: int) -> None:
+        self.cache.pop(row, None)
+
+    def sparse_view(self, selection: Selection) -> SparseView:
+        return SparseTable(self, selection)  # type: ignore[return-value]
+
+    @property
+    def row_bytes(self) -> int:
+        return 8 * max(map(len, self.cache.values()), default=0)
+
     @property
     def weight_bytes(self) -> int:
         return self.table.numel() * 8
+
+
+class SparseTable(TableModel):
+    """What a sparse view is to a `TableModel`: a table that is not quite the same, and a note of what it was asked.
+
+    It is as strict as the real one: what it follows has to be what it holds, and it may only be asked for text that
+    goes on from there.
+    """
+
+    twist = 1.0
+
+    def __init__(self, dense: TableModel, selection: Selection) -> None:
+        super().__init__(dense.vocab_size, context_length=dense.context_length, max_rows=dense.max_rows)
+        generator = torch.Generator().manual_seed(77)
+        noise = torch.randn(dense.table.shape, generator=generator, dtype=torch.float64)
+        self.table = dense.table + self.twist * noise
+        self.dense, self.selection, self.last_select_ns = dense, selection, 1_000_000
+        self.chosen: list[tuple[int, int, int]] = []  # row, tokens that there were to choose from, budget
+        self.watches: list[bool] = []
+        self.bases: dict[int, int] = {}
+
+    def watch(self, on: bool) -> None:
+        self.watches.append(on)
+
+    def select(self, row: int, context: Ids, budget: int) -> None:
+        assert budget > self.selection.fixed
+        self.cache[row] = self._known(row, context)
+        self.bases[row] = len(self.cache[row])
+        self.chosen.append((row, self.bases[row], budget))
+
+    def follow(self, row: int, context: Ids) -> None:
+        assert common_prefix(self.cache[row], np.asarray(context)) >= self.bases[row]
+        self.cache[row] = self._known(row, context)
+
+    def forget(self, row: int) -> None:
+        super().forget(row)
+        self.bases.pop(row, None)
+
+    def _known(self, row: int, context: Ids) -> np.ndarray:
+        ids = np.array(context)
+        return ids[: common_prefix(self.dense.cache.get(row, ids[:0]), ids)]
 
 
 class TickingClock(Clock):
