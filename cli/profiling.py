@@ -14,7 +14,8 @@ from .output import print_json, stderr, stdout
 
 PROFILE_HELP = """Measure this machine and, with models, what a forward costs; predict which strategy pays.
 
-The result is kept in the cache folder and read from there until hardware, software or models change.
+The result is kept in the cache folder and read from there until hardware, software or models change. With --calibrate
+a few prompts are decoded as well, and the table of predictions becomes one recommendation.
 
 Example: specbench profile-hardware --target smollm2-135m --draft self:int4 --quick
 """
@@ -36,7 +37,9 @@ def profile_hardware(
     ] = None,
     option: Annotated[
         list[str] | None,
-        _option(_WHAT, "Option of the draft, as in draft.head-vocab=16384; may be repeated", "--option", "-o"),
+        _option(
+            _WHAT, "Option of the draft or the task, as in draft.head-vocab=16384; may be repeated", "--option", "-o"
+        ),
     ] = None,
     quick: Annotated[
         bool, _option(_WHAT, "Less than a minute, with fewer points (default: up to five)", "--quick/--full")
@@ -44,6 +47,11 @@ def profile_hardware(
     fresh: Annotated[
         bool, _option(_WHAT, "Measure anew, whatever the cache folder holds", "--fresh/--no-fresh")
     ] = False,
+    calibrate: Annotated[
+        str | None,
+        _option(_WHAT, "Measure the acceptance on a few prompts of this task, and recommend a strategy", "--calibrate"),
+    ] = None,
+    limit: Annotated[int, _option(_WHAT, "Prompts for --calibrate (default: 8)", "--limit")] = 8,
     place: Annotated[
         str | None, _option(_WHERE, "Roles to devices, as in target=cpu:0,draft=cpu:1 (default: target=cpu)", "--place")
     ] = None,
@@ -79,11 +87,16 @@ def profile_hardware(
         name, key, value = parse_option(text)
         options.setdefault(name, {})[key] = value
     plan = resolve({**{name: given[name] for name in names if given[name] is not None}, "options": options})
-    _check(plan, out, target is not None)
+    _check(plan, out, target is not None, calibrate, limit)
     watch = _Lines(quiet)
     found = profiles.profile(plan, target is not None, quick, fresh, watch)
     if found.cached:
         watch.note(f"measured {found.document['made']}, read from {found.path}; --fresh measures anew")
+    if calibrate is not None:
+        from ..results import calibration
+
+        watch.stage(f"decoding {limit} prompts of {calibrate}")
+        found.document["calibration"] = calibration.calibrate(plan, calibrate, limit, found.document, watch)
     if json:
         print_json(found.document)
     else:
@@ -93,13 +106,20 @@ def profile_hardware(
             watch.note(f"wrote {path}")
 
 
-def _check(plan: Any, out: Path | None, with_models: bool) -> None:
+def _check(plan: Any, out: Path | None, with_models: bool, calibrate: str | None, limit: int) -> None:
     """What can be refused before anything is measured."""
     from ..errors import UsageError, unknown
 
+    known = {*plan.drafts, *([] if calibrate is None else [calibrate.partition(":")[0]])}
     for name in plan.options:
-        if name not in plan.drafts:
-            raise UsageError(unknown("name in --option", name, plan.drafts or {"draft"}))
+        if name not in known:
+            raise UsageError(unknown("name in --option", name, known or {"draft"}))
+    if calibrate is not None:
+        if not with_models:
+            raise UsageError(f"--calibrate {calibrate}: needs --target, the model that decodes")
+        from ..results.calibration import plan_of
+
+        plan_of(plan, calibrate, limit)
     if out is None:
         return
     if out.exists() and not out.is_dir():

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import MeasurementError, UsageError, unknown
-from . import metrics, statistics, summary
+from . import forecasts, metrics, statistics, summary
 from .columns import join
 from .comparison import GROUPINGS, METRICS, ComparedRow, Comparison
 from .lossless import first_difference
-from .paired import Paired, distinct_prompts, drain_share, pair, slowest_rows, speedup, spread
+from .paired import Paired, calls_of, distinct_prompts, drain_share, pair, speedup, spread
 from .runs import ComparedArm, Difference, Run, baselines, differences, list_arms, told
 from .statistics import Caution
 from .summary import ALL_TASKS
@@ -73,6 +73,8 @@ class _Comparing:
             for arm in self.arms
         }
         self.cautions: list[Caution] = []
+        self.profiles = {number: forecasts.find(run.manifest) for number, run in enumerate(runs)}
+        self.used: set[int] = set()  # runs whose profile something was predicted by
 
     def comparison(self) -> Comparison:
         common = self._in_common()
@@ -103,6 +105,8 @@ class _Comparing:
 
     def _notes(self) -> list[str]:
         said = [(run, note) for run in self.runs for note in run.manifest.get("notes") or []]
+        kept = [(run, self.profiles[number]) for number, run in enumerate(self.runs) if number in self.used]
+        said += [(run, profile.note) for run, profile in kept if profile]
         return [note if len(self.runs) == 1 else f"{run.name}: {note}" for run, note in said]
 
     def _labelled(self, run: Run) -> dict[str, dict[str, Any]]:
@@ -206,16 +210,18 @@ class _Comparing:
             runtime=summary._distinct(roles, "runtime"), dtype=summary._distinct(roles, "dtype"),
             models={role: str(facts.get("model")) for role, facts in roles.items()},
             peak_memory_bytes=(arm.run.manifest.get("peak_memory_bytes") or {}).get(arm.name),
+            continuous=bool(arm.facts.get("continuous")),
             run=arm.run.name, own_name=arm.name, hardware=arm.run.hardware, metric=self.metric,
         )  # fmt: skip
         if not len(ok):
             return row
+        calls = calls_of(data, ok)
         drafting, e2e, ttft, tokens = data.drafting(ok), data["e2e_ns"][ok], data["ttft_ns"][ok], data["tokens"][ok]
         sums = {
             "decode_tokens": drafting.tokens, "ttft_ns": int(ttft.sum()), "decode_ns": int((e2e - ttft).sum()),
-            "e2e_ns": int(e2e.sum()), "wall_ns": int(data["e2e_ns"][slowest_rows(data, ok)].sum()),
-            "steps": drafting.steps, "empty_steps": drafting.empty_steps, "drafted": drafting.drafted,
-            "accepted": drafting.accepted, "wasted": drafting.wasted,
+            "e2e_ns": int(e2e.sum()), "wall_ns": int(calls.wall_ns.sum()),
+            "wall_tokens": int(calls.tokens.sum()), "steps": drafting.steps, "empty_steps": drafting.empty_steps,
+            "drafted": drafting.drafted, "accepted": drafting.accepted, "wasted": drafting.wasted,
         }  # fmt: skip
         row.sums, row.tokens = sums, int(tokens.sum())
         row.tokens_per_sample = metrics.ratio(row.tokens, len(ok))
@@ -223,13 +229,13 @@ class _Comparing:
         row.tpot_ns = metrics.ratio(sums["decode_ns"], drafting.tokens)
         row.decode_tokens_per_s = metrics.ratio(drafting.tokens * metrics.NS_PER_S, sums["decode_ns"])
         row.e2e_tokens_per_s = metrics.ratio(row.tokens * metrics.NS_PER_S, sums["e2e_ns"])
-        row.throughput_tokens_per_s = metrics.ratio(row.tokens * metrics.NS_PER_S, sums["wall_ns"])
+        row.throughput_tokens_per_s = metrics.ratio(sums["wall_tokens"] * metrics.NS_PER_S, sums["wall_ns"])
         for percent in (50, 90, 99):
             setattr(row, f"latency_p{percent}_ns", metrics.percentile(e2e, percent))  # type: ignore[arg-type]
         for name in ("tokens_per_step", "accepted_per_step", "acceptance_rate", "acceptance_by_position",
                      "conditional_acceptance_by_position", "acceptance_by_level"):  # fmt: skip
             setattr(row, name, getattr(drafting, name))
-        row.spread, row.drain_share = spread(data, ok), drain_share(data, ok)
+        row.spread, row.drain_share = spread(data, ok), drain_share(calls)
         return row
 
     def _against(self, group: str, row: ComparedRow, arm: ComparedArm, baseline: ComparedArm, chosen: Chosen) -> None:
@@ -251,6 +257,8 @@ class _Comparing:
         theirs = metrics.devices(baseline.facts)
         if row.decode_speedup and row.devices and theirs:
             row.decode_speedup_per_device = row.decode_speedup.value * len(theirs) / len(row.devices)
+        if baseline.name == baseline.run.manifest.get("baseline"):  # plain decoding, which predictions are held against
+            row.profile_decode_speedup = self._forecast(arm, ours)
         row.cause = summary._cause(row, arm.facts, None, None)
         if row.lossless and same:
             row.exactness = self._exactness(arm, baseline, pairing)
@@ -268,6 +276,19 @@ class _Comparing:
         elif arm.run is not baseline.run:
             text = f"{group}, {arm.label}: was not measured in turns with {baseline.label}, but in another run"
             self.cautions.append(Caution("other-run", text, group, arm.label))
+
+    def _forecast(self, arm: ComparedArm, chosen: np.ndarray) -> float | None:
+        """Predicted by the profile that the cache folder keeps for a run, if there is one."""
+        data, kept = self.columns, self.profiles[arm.number]
+        ok = chosen[data["failed"][chosen] == 0]
+        if kept is None or not len(ok):
+            return None
+        texts, strategy = data.names["task"].texts, arm.facts.get("strategy", arm.name)
+        asked = forecasts.asked((data.levels.get(at) for at in ok.tolist()), len(ok), strategy)
+        tasks = {texts[task] for task in np.unique(data["task"][ok]).tolist()}
+        found = forecasts.speedup(kept, arm.facts, arm.run.manifest, data.drafting(ok), len(ok), asked, tasks)
+        self.used |= {arm.number} if found else set()
+        return found
 
     def _exactness(self, arm: ComparedArm, baseline: ComparedArm, pairing: Paired) -> dict[str, Any]:
         """Outputs that are equal, and of the others those that a run's own report found to be near-ties there."""

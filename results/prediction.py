@@ -13,6 +13,7 @@ from typing import Any
 from ..hardware.cost_model import cascade_tokens_per_s
 from ..hardware.overlap import Costs, best_policy, best_sequential, plain_rate
 from ..models.cost_curve import CostCurve
+from .metrics import Drafting
 
 ALPHAS = (0.5, 0.7, 0.9)
 PAYS = 1.03  # by which a strategy has to be faster at the highest acceptance, for it to be worth trying
@@ -161,3 +162,132 @@ FORECASTS: Mapping[str, Callable[[Pair], tuple[Forecast | None, str]]] = {
     "async": _overlapped(0.0, "", tunable=True),
     "duo": _overlapped(HIT, f"if {HIT:.0%} of the rejections were prepared for"),
 }
+
+
+# --- from the drafting that was measured -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What forwards cost.
+
+    Attributes:
+        curves: by role.
+        reading_ms: of one token of a prompt, by role of a draft; what is not there costs what the curve says.
+        factors: how much slower target and draft are while the other works too.
+    """
+
+    curves: Mapping[str, CostCurve]
+    reading_ms: Mapping[str, float]
+    factors: tuple[float, float] = (1.0, 1.0)
+
+    def read(self, role: str, tokens: float) -> float:
+        """Milliseconds in which a draft reads so many tokens of a prompt."""
+        if role in self.reading_ms:
+            return self.reading_ms[role] * tokens
+        return self.curves[role].ms(tokens)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an arm did in some samples of one row each.
+
+    Attributes:
+        drafting: its steps after the prefill.
+        samples: how many there were, and `asked` in how many of them the (first) draft model ran.
+        prompt_tokens: of a prompt, on average.
+        level_roles: of a cascade's levels from large to small, None for one without a model.
+    """
+
+    drafting: Drafting
+    samples: int
+    asked: int
+    prompt_tokens: float
+    level_roles: Sequence[str | None] = ()
+
+    @property
+    def context(self) -> float:
+        """Tokens in the middle of a sample, on average."""
+        return self.prompt_tokens + self.drafting.tokens / self.samples / 2 if self.samples else 0.0
+
+
+def replay(strategy: str, work: Work, prices: Prices) -> tuple[float, float] | None:
+    """Milliseconds of plain decoding for the tokens that were made, and of the steps that made them, by the curves.
+
+    Every step is charged the target's forward over its draft and one token more, every draft token its forward, every
+    sample that asked the draft model its prompt. None for a strategy without a formula, or with a model whose costs
+    are not known.
+    """
+    target, context, drafting = prices.curves.get("target"), work.context, work.drafting
+    if target is None or not drafting.steps:
+        return None
+    plain = drafting.tokens * target.ms(1, context)
+    if strategy in ("async", "duo"):
+        rate = _overlapped_rate(strategy, work, prices)
+        return None if rate is None else (plain, plain / rate)
+    drafted = _drafting_ms(strategy, work, prices)
+    if drafted is None:
+        return None
+    steps = sum(count * target.ms(d + 1, context) for (d, _), count in drafting.outcomes.items())
+    return plain, steps + drafted
+
+
+def conditional_acceptance(drafting: Drafting) -> float | None:
+    """Accepted / looked at up to the first wrong one: the probability that a draft token is accepted given that those
+    before it were, taken for the same at every position. None where nothing was drafted."""
+    rejections = sum(count for (drafted, accepted), count in drafting.outcomes.items() if accepted < drafted)
+    looked = drafting.accepted + rejections
+    return drafting.accepted / looked if looked else None
+
+
+def _drafting_ms(strategy: str, work: Work, prices: Prices) -> float | None:
+    if strategy in ("autoregressive", "lookup"):
+        return 0.0
+    if strategy == "speculative":
+        draft = prices.curves.get("draft")
+        if draft is None:
+            return None
+        token, pair = draft.ms(1, work.context), draft.ms(2, work.context)
+        # After a draft that was accepted whole the draft model is two tokens behind.
+        whole = sum(count for (drafted, accepted), count in work.drafting.outcomes.items() if drafted == accepted > 0)
+        return work.drafting.drafted * token + whole * (pair - token) + _prompts_ms("draft", work, prices)
+    if strategy not in ("cascade", "auto"):
+        return None
+    levels = work.drafting.levels
+    if len(levels) != len(work.level_roles):
+        return None
+    total, reviewed = 0.0, _reviewed(work)
+    for role, (_, _, forwards, *_), below in zip(work.level_roles, levels, reviewed, strict=True):
+        if role is None or not forwards:
+            continue
+        if role not in prices.curves:
+            return None
+        total += forwards * prices.curves[role].ms(1 + below / forwards, work.context)
+        total += _prompts_ms(role, work, prices)
+    return total
+
+
+def _reviewed(work: Work) -> list[float]:
+    """How many tokens of the level below each level looked at. What the target got from lower levels than the first is
+    taken to be the last one's."""
+    levels = work.drafting.levels
+    below = [float(drafted) for drafted, *_ in levels[1:]]
+    if below:
+        below[-1] = max(0.0, below[-1] - max(0, work.drafting.drafted - levels[0][0]))
+    return [*below, 0.0] if levels else []
+
+
+def _prompts_ms(role: str, work: Work, prices: Prices) -> float:
+    """Beyond the forward that is counted as a draft token's."""
+    once = prices.read(role, work.prompt_tokens) - prices.curves[role].ms(1, work.context)
+    return work.asked * max(0.0, once)
+
+
+def _overlapped_rate(strategy: str, work: Work, prices: Prices) -> float | None:
+    """Times plain decoding, from the policy that is best for the acceptance that was measured."""
+    alpha = conditional_acceptance(work.drafting)
+    if alpha is None or "draft" not in prices.curves:
+        return None
+    pair = Pair(prices.curves["target"], [prices.curves["draft"]], round(work.context), 1, True, prices.factors)
+    forecast, _ = FORECASTS[strategy](pair)
+    return None if forecast is None else forecast(alpha)[0]

@@ -24,13 +24,13 @@ from ..models.builtin import cache_folder
 from ..models.cost_curve import CostCurve
 from ..strategies import registry
 from . import prediction, profile_models
+from .forecasts import FOLDER, FORMAT
 from .listener import Listener
 from .manifest import now
 from .plan import Plan
 from .profile_models import CONTEXT, Models
 from .records import dumps, write_atomically
 
-FORMAT = 1
 _STEERING = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "KMP_AFFINITY", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
 
 
@@ -117,7 +117,7 @@ def identity(models: Models) -> dict[str, Any]:
 
 def path_of(facts: Mapping[str, Any], quick: bool) -> Path:
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    return cache_folder() / "profiles" / f"{key}-{'quick' if quick else 'full'}.json"
+    return cache_folder() / FOLDER / f"{key}-{'quick' if quick else 'full'}.json"
 
 
 def read(facts: Mapping[str, Any], quick: bool) -> Profile | None:

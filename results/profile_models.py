@@ -29,6 +29,7 @@ from .plan import Plan
 CONTEXT = 256
 QUICK_COUNTS, FULL_COUNTS = (1, 2, 3, 4, 5, 6, 8, 12, 16), (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
 CONTEXTS, ROWS = (CONTEXT, 1024, 4096), (1, 4)
+PROMPT = 128  # tokens that a draft model is timed to read at once, as the prompt that it finds when it is first asked
 _LEAST_RATIO = 0.95  # of T(n)/T(1)
 _KEPT = 12.0  # seconds for what comes after the models
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -125,7 +126,7 @@ def measure(models: Models, hardware: Mapping[str, Any], budget: Budget, listene
             seconds = min(15.0 if budget.quick else 90.0, max(1.0, budget.left - _KEPT) / left)
             found["models"][role] = _describe(models, role, model, hardware, seconds, budget)
         if models.apart:
-            from ..strategies.overlapped import measure_costs
+            from ..strategies.side_by_side import measure_costs
 
             listener.stage("measuring target and draft side by side")
             costs = measure_costs(loaded["target"], loaded["draft"], 2 * CONTEXT, 1)
@@ -143,7 +144,7 @@ def _describe(
     models: Models, role: str, model: CachedModel, hardware: Mapping[str, Any], seconds: float, budget: Budget
 ) -> dict[str, Any]:
     info, device = models.infos[role], models.placement.of(role)
-    curve, left_out = curve_within(model, seconds, budget)
+    curve, further, left_out = curve_within(model, seconds, budget)
     bytes_per_token = kv_bytes_per_token(info.config, models.dtype)
     threads = models.placement.threads_of(role) if device.kind == "cpu" else None
     rates = bandwidth(hardware, str(device), threads)
@@ -158,6 +159,8 @@ def _describe(
         "one_token_ms": round(curve.ms(1), 4),
         "tokens_per_s": round(1000 / curve.ms(1), 2),
         "curve": curve.as_record(),
+        "further": [more.as_record() for more in further],
+        "reading": reading(model) if role != "target" else None,
         "bound": [bound(curve, context, model.weight_bytes, bytes_per_token, rates) for context in curve.contexts],
         "joules_per_token": joules_per_token(model, device.kind, curve, budget),
         "left_out": left_out,
@@ -165,11 +168,12 @@ def _describe(
     }
 
 
-def curve_within(model: CachedModel, seconds: float, budget: Budget) -> tuple[CostCurve, list[str]]:
-    """A cost curve on as large a grid as the time allows, and what was left out for lack of it.
+def curve_within(model: CachedModel, seconds: float, budget: Budget) -> tuple[CostCurve, list[CostCurve], list[str]]:
+    """A cost curve on as large a grid as the time allows, what was measured beyond a full grid, and what was left out.
 
     The grid grows context by context, then row by row; the first part is measured in any case, with fewer points
-    where one forward is slow.
+    where one forward is slow. A number of rows that there was no time to measure after every context is not part of the
+    grid, and becomes a curve of its own.
     """
     now = budget.clock.now
     counts = QUICK_COUNTS if budget.quick else FULL_COUNTS
@@ -194,17 +198,32 @@ def curve_within(model: CachedModel, seconds: float, budget: Budget) -> tuple[Co
         start = now()
         parts[context, row] = cost_of(model, new_tokens=counts, context=context, rows=row, repeats=repeats)
         took, size = (now() - start) / 1e9, float(row * context)
-    return _joined(parts, contexts, rows), left_out
+    return *_joined(parts), left_out
 
 
-def _joined(parts: Mapping[tuple[int, int], CostCurve], contexts: Sequence[int], rows: Sequence[int]) -> CostCurve:
-    """One grid of what was measured: the contexts that one row has, and the rows that all of these have."""
-    contexts = [context for context in contexts if (context, rows[0]) in parts]
-    rows = [row for row in rows if all((context, row) in parts for context in contexts)]
+def _joined(parts: Mapping[tuple[int, int], CostCurve]) -> tuple[CostCurve, list[CostCurve]]:
+    """One grid of all rows that have every context that the first ones have, and a curve for each of the others."""
+    by_row: dict[int, list[int]] = {}
+    for context, row in parts:
+        by_row.setdefault(row, []).append(context)
+    contexts = next(iter(by_row.values()))
+    whole = [row for row, there in by_row.items() if there == contexts]
+    rest = [_grid(parts, there, [row]) for row, there in by_row.items() if there != contexts]
+    return _grid(parts, contexts, whole), rest
+
+
+def _grid(parts: Mapping[tuple[int, int], CostCurve], contexts: Sequence[int], rows: Sequence[int]) -> CostCurve:
     values = np.stack(
         [np.stack([parts[context, row].median_ms[:, 0, 0] for row in rows], axis=-1) for context in contexts], axis=1
     )
     return CostCurve(parts[contexts[0], rows[0]].new_tokens, tuple(contexts), tuple(rows), values)
+
+
+def reading(model: CachedModel) -> dict[str, Any]:
+    """`ms` in which a draft model reads a prompt of so many `tokens` at once: beyond the longest block of the curve a
+    token costs less than its slope says."""
+    tokens = max(1, min(PROMPT, model.context_length - 1))
+    return {"tokens": tokens, "ms": round(cost_of(model, new_tokens=(tokens,), context=1, repeats=3).ms(tokens), 4)}
 
 
 def cautions(curve: CostCurve) -> list[str]:

@@ -10,10 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from ..models.cost_curve import CostCurve
+from .plan import BASELINE
+from .prediction import PAYS
 from .tables import digits
 
 _KINDS = {"read": "reading memory", "cache": "reading a cache", "matrix": "multiplying"}
 _SHOWN = (1, 2, 4, 8, 16, 32)  # new tokens of the curves
+_WORDS = ("verdict", "remark")  # columns that hold them
 
 
 def print_profile(document: Mapping[str, Any], console: Console) -> None:
@@ -35,6 +38,11 @@ def print_profile(document: Mapping[str, Any], console: Console) -> None:
         console.print()
         console.print(predicted_table(document["predicted"]))
         for line in predicted_lines(document["predicted"]):
+            console.print(line, soft_wrap=True)
+    if document.get("calibration"):
+        console.print()
+        console.print(calibration_table(document["calibration"]))
+        for line in calibration_lines(document["calibration"]):
             console.print(line, soft_wrap=True)
     for warning in hardware["warnings"]:
         console.print(f"warning: {warning}", soft_wrap=True)
@@ -135,16 +143,25 @@ def models_table(models: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def curves_table(models: Mapping[str, Mapping[str, Any]]) -> Table:
-    """T(n)/T(1) for one row, by context."""
-    curves = {role: CostCurve.from_record(model["curve"]) for role, model in models.items()}
-    last = max(curve.new_tokens[-1] for curve in curves.values())
+    """T(n)/T(1), by context and rows."""
+    curves = {role: list(measured_curves(model)) for role, model in models.items()}
+    last = max(curve.new_tokens[-1] for found in curves.values() for _, _, curve in found)
     shown = [count for count in _SHOWN if count <= last]
-    table = _table("T(n)/T(1)", "context", "T(1), ms", *(f"n={count}" for count in shown if count > 1))
-    for role, curve in curves.items():
-        for context in curve.contexts:
-            ratios = (digits(curve.ratio(count, context)) for count in shown if count > 1)
-            table.add_row(role, str(context), digits(curve.ms(1, context)), *ratios)
+    table = _table("T(n)/T(1)", "context", "rows", "T(1), ms", *(f"n={count}" for count in shown if count > 1))
+    for role, found in curves.items():
+        for context, rows, curve in found:
+            ratios = (digits(curve.ratio(count, context, rows)) for count in shown if count > 1)
+            table.add_row(role, str(context), str(rows), digits(curve.ms(1, context, rows)), *ratios)
     return table
+
+
+def measured_curves(model: Mapping[str, Any]) -> Iterator[tuple[int, int, CostCurve]]:
+    """(context, rows, the curve that has them) of all that was measured of a model."""
+    for record in (model["curve"], *model["further"]):
+        curve = CostCurve.from_record(record)
+        for rows in curve.rows:
+            for context in curve.contexts:
+                yield context, rows, curve
 
 
 def model_lines(document: Mapping[str, Any]) -> Iterator[str]:
@@ -192,6 +209,51 @@ def _setting(setting: Mapping[str, Any]) -> str:
     return f" ({', '.join(f'{name} {value}' for name, value in setting.items())})" if setting else ""
 
 
+# --- calibration -----------------------------------------------------------------------------------------------------
+
+
+def calibration_table(found: Mapping[str, Any]) -> Table:
+    table = _table("strategy", "acceptance", "tokens/step", "predicted", "measured", "remark")
+    for row in found["strategies"]:
+        length = row["measured_with"].get("draft_length")
+        table.add_row(
+            row["strategy"] + (f" (draft-length {length})" if length else ""),
+            digits(row["acceptance"]),
+            digits(row["tokens_per_step"]),
+            _speedup(row["predicted"]) + _setting(row["setting"]),
+            _speedup(row["measured"]),
+            row["doubt"] or "",
+        )
+    return table
+
+
+def calibration_lines(found: Mapping[str, Any]) -> Iterator[str]:
+    best, task = found["recommended"], f"{found['task']}, {found['prompts']} prompts"
+    if best["strategy"] == BASELINE:
+        yield f"Recommended for {task}: plain decoding. No strategy is predicted to be faster by {PAYS - 1:.0%}."
+        if best["not_told_apart_from"]:
+            yield f"Too little was measured to rule out {', '.join(best['not_told_apart_from'])}."
+        return
+    yield f"Recommended for {task}: {best['strategy']}{_setting(best['setting'])}, predicted {_speedup(best)}."
+    if best["doubt"]:
+        yield f"Not to be trusted yet: {best['doubt']}; raise --limit."
+    if best["not_told_apart_from"]:
+        others = ["plain decoding" if name == BASELINE else name for name in best["not_told_apart_from"]]
+        yield f"It cannot be told apart from {', '.join(others)}: the intervals overlap."
+    yield (
+        "Predicted: the steps that were counted on these prompts, at the prices of the cost curves; measured: the "
+        "clock, on the same prompts. Intervals are 95 % bootstrap over prompts."
+    )
+
+
+def _speedup(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return "-"
+    if found["low"] is None:
+        return digits(found["speedup"], "x")
+    return f"{digits(found['speedup'], 'x')} [{digits(found['low'])}, {digits(found['high'])}]"
+
+
 # --- charts ----------------------------------------------------------------------------------------------------------
 
 
@@ -218,16 +280,15 @@ def save_plots(document: Mapping[str, Any], folder: Path) -> list[Path]:
 
 
 def _panel(role: str, model: Mapping[str, Any]) -> Any:
+    """A colour per context, a dash per number of rows beyond one."""
     from . import plots
 
-    curve = CostCurve.from_record(model["curve"])
-    lines = []
-    for number, context in enumerate(curve.contexts):
-        for row in curve.rows:
-            label = f"{context} tokens of context" + (f", {row} rows" if row > 1 else "")
-            y = [curve.ms(count, context, row) for count in curve.new_tokens]
-            colour = 1 + number + len(curve.contexts) * curve.rows.index(row)
-            lines.append(plots.Curve(label, colour, curve.new_tokens, y))
+    lines, contexts = [], model["curve"]["contexts"]
+    for context, row, curve in measured_curves(model):
+        label = f"{context} tokens of context" + (f", {row} rows" if row > 1 else "")
+        y = [curve.ms(count, context, row) for count in curve.new_tokens]
+        colour = 1 + contexts.index(context) + len(contexts) * (row > 1)
+        lines.append(plots.Curve(label, colour, curve.new_tokens, y))
     return plots.Panel(f"{role} {model['spec']}", "new tokens", lines)
 
 
@@ -241,7 +302,7 @@ def _rows(hardware: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 def _table(*names: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for at, name in enumerate(names):
-        table.add_column(name, no_wrap=at == 0, justify="left" if at == 0 or name == "verdict" else "right")
+        table.add_column(name, no_wrap=at == 0, justify="left" if at == 0 or name in _WORDS else "right")
     return table
 
 

@@ -1,4 +1,5 @@
-"""The numbers of a run, one row per task and arm, as plain data. Pure functions of manifest and samples.
+"""The numbers of a run, one row per task and arm, as plain data. Pure functions of manifest and samples, but for what a
+profile in the cache folder predicts.
 
 Raw values only: nanoseconds, counts, unrounded ratios; null where a number is not defined. `results.tables` rounds and
 lays them out.
@@ -11,12 +12,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import MeasurementError, RunFolderError
-from . import metrics, statistics
+from . import choices, forecasts, metrics, rounds, statistics
 from .metrics import Drafting, TimeSplit
 from .records import SCHEMA, Sample, without_collector
 from .statistics import Caution, Pairing, Speedup
 
 ALL_TASKS = "all tasks"
+SPEEDUPS = ("decode_speedup", "e2e_speedup", "throughput_speedup")
 MOST_LOAD = 0.5  # of the physical cores, as the one-minute load average before a run
 
 
@@ -46,8 +48,10 @@ class Row:
     latency_p99_ns: float | None = None
     decode_speedup: Speedup | None = None
     e2e_speedup: Speedup | None = None
+    throughput_speedup: Speedup | None = None
     decode_speedup_per_device: float | None = None
     predicted_decode_speedup: float | None = None
+    profile_decode_speedup: float | None = None
     tokens_per_step: float | None = None
     accepted_per_step: float | None = None
     acceptance_rate: float | None = None
@@ -63,6 +67,7 @@ class Row:
     dtype: str | None = None
     models: dict[str, str] = field(default_factory=dict)
     peak_memory_bytes: int | None = None
+    continuous: bool = False
     trace: dict[str, Any] | None = None
     spread: float | None = None
     drain_share: float | None = None
@@ -101,7 +106,7 @@ class Summary:
         """JSON-safe: no NaN, no Infinity. Speed-ups carry their verdict."""
         plain = asdict(self)
         for row, data in zip(self.rows, plain["rows"], strict=True):
-            for name in ("decode_speedup", "e2e_speedup"):
+            for name in SPEEDUPS:
                 speedup = getattr(row, name)
                 if speedup is not None:
                     data[name]["verdict"] = speedup.verdict
@@ -186,6 +191,7 @@ def summarise(manifest: dict[str, Any], samples: Sequence[Sample]) -> Summary:
         for name in arms
         if (task, name) in cells
     ]
+    notes = _notes(rows, cells, arms, manifest)
     return Summary(
         title=_title(manifest, arms),
         watermarks=_watermarks(manifest, arms),
@@ -194,8 +200,31 @@ def summarise(manifest: dict[str, Any], samples: Sequence[Sample]) -> Summary:
         environment=dict(manifest.get("environment") or {}),
         rows=rows,
         cautions=cautions,
-        notes=list(manifest.get("notes") or []),
+        notes=notes,
     )
+
+
+def _notes(
+    rows: Sequence[Row], cells: dict[tuple[str, str], _Cell], arms: dict[str, dict[str, Any]], manifest: dict[str, Any]
+) -> list[str]:
+    """What the run had to say, what `auto` chose, and the profile that predictions come from; fills those in."""
+    found = list(manifest.get("notes") or [])
+    for row in (row for row in rows if row.task != ALL_TASKS):
+        told = (tell(row.task, row.arm, cells[row.task, row.arm].measured) for tell in (choices.told, rounds.told))
+        found += [line for line in told if line]
+    kept = forecasts.find(manifest)
+    for row in rows if kept else ():
+        samples = cells[row.task, row.arm].measured
+        if row.baseline or kept is None:
+            continue
+        asked = forecasts.asked((sample.levels for sample in samples), len(samples), row.strategy)
+        tasks, drafting = {sample.task for sample in samples}, cells[row.task, row.arm].drafting
+        row.profile_decode_speedup = forecasts.speedup(
+            kept, arms[row.arm], manifest, drafting, len(samples), asked, tasks
+        )
+    if kept and any(row.profile_decode_speedup for row in rows):
+        found.append(kept.note)
+    return found
 
 
 def _arms(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -203,6 +232,10 @@ def _arms(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
     baseline = manifest.get("baseline")
     arms = sorted(manifest.get("arms") or [], key=lambda arm: arm["name"] != baseline)
     return {arm["name"]: arm for arm in arms}
+
+
+def _batch(manifest: dict[str, Any]) -> int:
+    return (manifest.get("settings") or {}).get("batch") or 1
 
 
 def _cells(arms: dict[str, Any], samples: Sequence[Sample]) -> dict[tuple[str, str], _Cell]:
@@ -251,6 +284,7 @@ def _row(task: str, arm: dict[str, Any], cell: _Cell, reference: _Cell | None, m
         dtype=_distinct(roles, "dtype"),
         models={role: str(facts.get("model")) for role, facts in roles.items()},
         peak_memory_bytes=(manifest.get("peak_memory_bytes") or {}).get(name),
+        continuous=bool(arm.get("continuous")),
         exactness=_exactness(task, name, manifest),
     )
     if not ok:
@@ -285,6 +319,7 @@ def _row(task: str, arm: dict[str, Any], cell: _Cell, reference: _Cell | None, m
         "decode_ns": sum(latencies) - sum(ttfts),
         "e2e_ns": sum(latencies),
         "wall_ns": metrics.wall_ns(ok),
+        "wall_tokens": metrics.wall_tokens(ok),
         "steps": drafting.steps,
         "empty_steps": drafting.empty_steps,
         "drafted": drafting.drafted,
@@ -298,6 +333,8 @@ def _row(task: str, arm: dict[str, Any], cell: _Cell, reference: _Cell | None, m
         pairs = matched or pairing.pairs
         row.decode_speedup = statistics.decode_speedup(pairs, per_token=not matched)
         row.e2e_speedup = statistics.e2e_speedup(pairs, per_token=not matched)
+        if _batch(manifest) > 1:
+            row.throughput_speedup = statistics.throughput_speedup(pairs)
         base_devices = metrics.devices(_arms(manifest)[manifest["baseline"]])
         if row.decode_speedup and row.devices and base_devices:
             row.decode_speedup_per_device = row.decode_speedup.value * len(base_devices) / len(row.devices)
@@ -355,7 +392,10 @@ def _cause(row: Row, arm: dict[str, Any], split: TimeSplit | None, plain: TimeSp
         facts.append(f"a step takes {whole:.2f} times a plain one ({shares})")
         if row.tokens_per_step is not None and row.tokens_per_step >= whole:
             facts.insert(0, "the traced prompts do not show why")
-    if split is not None and split.draft_share:
+    if split is not None and split.overlap_ns:  # the draft's time is no part of the whole then, and may exceed it
+        both = metrics.ratio(split.overlap_ns, split.decode_ns)
+        facts.append(f"draft and target worked at the same time for {statistics.percent(both or 0)} of the time")
+    elif split is not None and split.draft_share:
         facts.append(f"drafting took {statistics.percent(split.draft_share)} of the time")
     if row.tokens_per_step is not None:
         facts.append(f"{row.tokens_per_step:.2f} tokens per step")
@@ -528,7 +568,8 @@ def _decoding(settings: dict[str, Any]) -> str:
         parts += [f"seed {settings['seed']}"] if settings.get("seed") is not None else []
     if settings.get("max_new_tokens"):
         parts.append(f"at most {settings['max_new_tokens']} new tokens")
-    parts.append(f"batch {settings.get('batch') or 1}")
+    prompts = f" ({settings['batch_prompts']} prompts a call)" if settings.get("batch_prompts") else ""
+    parts.append(f"batch {settings.get('batch') or 1}{prompts}")
     repeats = settings.get("repeats") or 1
     parts.append(f"{repeats} repeat{'' if repeats == 1 else 's'}")
     templates = settings.get("templates") or (["raw"] if settings.get("raw") else ["chat"])

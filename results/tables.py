@@ -24,7 +24,7 @@ from rich.text import Text
 from ..errors import UsageError, unknown
 from . import records
 from .statistics import Speedup
-from .summary import ALL_TASKS, Row, Summary
+from .summary import ALL_TASKS, SPEEDUPS, Row, Summary
 
 EXPORTS = ("summary.json", "summary.csv", "summary.md", "summary.tex")
 NONE = "-"
@@ -141,8 +141,11 @@ def _samples(row: Row) -> str:
     return f"{row.n_ok} ok, {row.n_failed} failed" if row.n_failed else f"{row.n_ok} ok"
 
 
-def _e2e_interval(row: Row) -> str:
-    speedup = row.e2e_speedup
+def _value(speedup: Speedup | None) -> str:
+    return digits(speedup.value if speedup else None, "x")
+
+
+def _interval_only(speedup: Speedup | None) -> str:
     return NONE if speedup is None or speedup.low is None else interval(speedup).partition(" ")[2]
 
 
@@ -172,6 +175,10 @@ def _varies(value: Callable[[Row], Any]) -> Callable[[Summary], bool]:
     return lambda summary: len({value(row) for row in summary.rows}) > 1
 
 
+def _batched(summary: Summary) -> bool:
+    return (summary.settings.get("batch") or 1) > 1
+
+
 def _compared(summary: Summary) -> bool:
     return summary.baseline is not None and any(not row.baseline for row in summary.rows)
 
@@ -192,14 +199,33 @@ COLUMNS = (
         "[95 % bootstrap interval over prompts]",
     ),
     Column(
-        "end-to-end speed-up", ("end to", "end"), 1,
-        lambda row: "1.00x" if row.baseline else digits(row.e2e_speedup.value if row.e2e_speedup else None, "x"),
-        shown=_compared, meaning="end to end: the same with prefill",
+        "predicted by profile", ("predicted", "by profile"), 3, lambda row: digits(row.profile_decode_speedup, "x"),
+        meaning="by profile: the decode speed-up that is predicted, not measured: the steps of this run at the prices "
+        "of the cost curves that specbench profile-hardware keeps",
     ),
     Column(
-        "end-to-end interval", ("end to end", "95 %"), 6, _e2e_interval, right=False,
+        "end-to-end speed-up", ("end to", "end"), 1,
+        lambda row: "1.00x" if row.baseline else _value(row.e2e_speedup),
+        shown=_compared, meaning="end to end: the speed-up with prefill",
+    ),
+    Column(
+        "end-to-end interval", ("end to end", "95 %"), 6, lambda row: _interval_only(row.e2e_speedup), right=False,
     ),
     Column("decode tok/s", ("decode", "tok/s"), 1, lambda row: digits(row.decode_tokens_per_s)),
+    Column(
+        "throughput tok/s", ("batch", "tok/s"), 2, lambda row: digits(row.throughput_tokens_per_s), shown=_batched,
+        meaning="batch tok/s: tokens of all rows / the time they took together; all other times are those of a row",
+    ),
+    Column(
+        "throughput speed-up", ("batch", "speed-up"), 2,
+        lambda row: "1.00x" if row.baseline else _value(row.throughput_speedup),
+        shown=lambda summary: _batched(summary) and _compared(summary),
+        meaning="batch speed-up: batch tok/s / the baseline's",
+    ),
+    Column(
+        "throughput interval", ("batch", "95 %"), 6, lambda row: _interval_only(row.throughput_speedup), right=False,
+        shown=lambda summary: _batched(summary) and _compared(summary),
+    ),
     Column("samples", ("samples", ""), 1, _samples, right=False, shown=_counts_vary),
     Column(
         "lossless", ("lossless", ""), 1, exactness, right=False,
@@ -227,12 +253,16 @@ COLUMNS = (
     Column("TPOT ms", ("TPOT", "ms"), 4, lambda row: _milliseconds(row.tpot_ns)),
     Column("end-to-end tok/s", ("end to end", "tok/s"), 6, lambda row: digits(row.e2e_tokens_per_s)),
     Column(
-        "throughput tok/s", ("batch", "tok/s"), 2, lambda row: digits(row.throughput_tokens_per_s),
-        shown=lambda summary: (summary.settings.get("batch") or 1) > 1,
-        meaning="batch tok/s: tokens of all rows / the time they took together",
+        "batching", ("batching", ""), 3, lambda row: "continuous" if row.continuous else "in groups", right=False,
+        shown=lambda summary: _batched(summary) and _varies(lambda row: row.continuous)(summary),
+        meaning="batching: a row that ends is given to the next prompt, or waits for the last of its group",
     ),
     Column("threads", ("threads", ""), 4, lambda row: str(row.threads or NONE)),
-    Column("latency p50 / p90 s", ("latency s", "p50 / p90"), 6, _latency),
+    Column(
+        "row latency p50 / p90 s", ("row latency s", "p50 / p90"), 2, _latency, shown=_batched,
+        meaning="row latency: from when a row was free for a prompt to the last token of its answer",
+    ),
+    Column("latency p50 / p90 s", ("latency s", "p50 / p90"), 6, _latency, shown=lambda summary: not _batched(summary)),
     Column(
         "accepted/step", ("accepted", "/step"), 7,
         lambda row: NONE if row.acceptance_rate is None else digits(row.accepted_per_step),
@@ -548,14 +578,14 @@ def to_csv(summary: Summary) -> str:
 
 
 _SPEEDUP_FIELDS = ("value", "low", "high", "geometric_mean", "prompts", "pairs", "per_token", "verdict")
-_SETTINGS = ("temperature", "top_k", "top_p", "seed", "verify", "max_new_tokens", "batch", "repeats")
+_SETTINGS = ("temperature", "top_k", "top_p", "seed", "verify", "max_new_tokens", "batch", "batch_prompts", "repeats")
 _EXACTNESS_FIELDS = ("exact", "near_tie", "different", "compared")
 
 
 def _flat(summary: Summary, row: dict[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in row.items():
-        if name in ("decode_speedup", "e2e_speedup"):
+        if name in SPEEDUPS:
             parts = {part: (value or {}).get(part) for part in _SPEEDUP_FIELDS}
             flat |= {name: parts.pop("value"), **{f"{name}_{part}": inner for part, inner in parts.items()}}
         elif name == "exactness":

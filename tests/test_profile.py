@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 
 from specbench.cli import app
 from specbench.errors import ModelError, PlacementError, UsageError
-from specbench.hardware import probe, probe_workers
+from specbench.hardware import devices, environment, probe, probe_workers
 from specbench.hardware.cost_model import expected_tokens
 from specbench.hardware.devices import available_cores
 from specbench.hardware.probe_timing import Budget
 from specbench.models.cost_curve import CostCurve
-from specbench.results import prediction, profile, profile_models, profile_report
+from specbench.results import calibration, prediction, profile, profile_models, profile_report
 from specbench.results.plan import Plan
 from specbench.strategies import registry
 
@@ -202,36 +202,59 @@ def slow(monkeypatch) -> Slow:
 
 
 def test_with_time_the_whole_grid_is_measured(slow):
-    found, left_out = profile_models.curve_within(slow, 1e6, Budget(1e6, clock=slow))
-    assert (found.contexts, found.rows, left_out) == ((256, 1024, 4096), (1, 4), [])
+    found, further, left_out = profile_models.curve_within(slow, 1e6, Budget(1e6, clock=slow))
+    assert (found.contexts, found.rows, further, left_out) == ((256, 1024, 4096), (1, 4), [], [])
     assert found.new_tokens == profile_models.FULL_COUNTS
     assert found.ms(2, 1024, 4) == pytest.approx(20.02)
 
 
 def test_a_quick_curve_has_one_context_and_a_short_model_a_shorter_one(slow):
-    found, _ = profile_models.curve_within(slow, 1e6, Budget(1e6, quick=True, clock=slow))
+    found, _, _ = profile_models.curve_within(slow, 1e6, Budget(1e6, quick=True, clock=slow))
     assert (found.contexts, found.rows) == ((256,), (1,))
     slow.context_length = 100
     assert profile_models.curve_within(slow, 1e6, Budget(1e6, quick=True, clock=slow))[0].contexts == (84,)
 
 
 def test_it_stops_early_with_what_is_there_and_says_so(slow):
-    found, left_out = profile_models.curve_within(slow, 5.5, Budget(20.0, clock=slow))
+    found, _, left_out = profile_models.curve_within(slow, 5.5, Budget(20.0, clock=slow))
     assert found.contexts == (256, 1024)
     assert found.rows == (1,)
     assert "4096 tokens of context" in left_out[0]
     assert slow.ns < 6e9
     slow.ms, slow.ns = 5000.0, 0
-    found, left_out = profile_models.curve_within(slow, 3.0, Budget(10.0, clock=slow))
+    found, _, left_out = profile_models.curve_within(slow, 3.0, Budget(10.0, clock=slow))
     assert found.new_tokens == (1, 2, 4, 8, 16)
     assert "5000 ms" in left_out[0] or "5040 ms" in left_out[0]
 
 
-def test_rows_that_were_not_measured_for_every_context_are_dropped():
+def test_rows_that_were_not_measured_for_every_context_are_a_curve_of_their_own():
+    """They do not fit into the grid, and were once dropped with it."""
     parts = {(256, 1): curve(1.0, 2.0), (1024, 1): curve(3.0, 4.0), (256, 4): curve(5.0, 6.0)}
-    joined = profile_models._joined(parts, [256, 1024, 4096], [1, 4])
+    joined, further = profile_models._joined(parts)
     assert (joined.contexts, joined.rows) == ((256, 1024), (1,))
     assert joined.ms(2, 1024) == 4
+    (more,) = further
+    assert (more.contexts, more.rows, more.ms(2, 256, 4)) == ((256,), (4,), 6)
+
+
+def test_what_there_was_no_time_for_costs_nothing_that_was_measured(slow):
+    """Everything that was asked of the model is in what comes back."""
+    for seconds in (3.0, 6.0, 12.0, 25.0, 60.0, 200.0):
+        slow.ns, slow.asked = 0, []
+        found, further, _ = profile_models.curve_within(slow, seconds, Budget(1e6, clock=slow))
+        told = {(context, rows) for one in (found, *further) for context in one.contexts for rows in one.rows}
+        assert told == set(slow.asked[1:]), seconds  # the first forward is only to see how slow it is
+
+
+def test_rows_beyond_the_grid_are_in_the_table_and_in_the_chart():
+    record = curve(1.0, 2.0).as_record()
+    more = {**record, "contexts": [256], "rows": [4], "median_ms": [[[5.0]], [[6.0]]]}
+    model = {"spec": "toy", "curve": {**record, "contexts": [256]}, "further": [more]}
+    table = profile_report.curves_table({"target": model})
+    assert [list(column.cells) for column in table.columns[1:4]] == [["256", "256"], ["1", "4"], ["1.00", "5.00"]]
+    pytest.importorskip("matplotlib")
+    panel = profile_report._panel("target", model)
+    assert [line.label for line in panel.curves] == ["256 tokens of context", "256 tokens of context, 4 rows"]
 
 
 def test_a_curve_that_falls_is_doubtful_and_one_that_is_level_is_not():
@@ -449,12 +472,21 @@ def test_help_does_not_import_torch():
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
+def on_cores(cores: list[int], code: str) -> subprocess.CompletedProcess[bytes]:
+    """Runs Python code on these cores only: under `taskset` where there is one, else with the affinity that it sets."""
+    words = [sys.executable, "-c", code]
+    if shutil.which("taskset"):
+        words = ["taskset", "-c", ",".join(map(str, cores)), *words]
+    else:
+        words[-1] = f"import os; os.sched_setaffinity(0, {cores})\n{code}"
+    return subprocess.run(words, capture_output=True, timeout=300)
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")
 def test_on_one_core_for_real(own_cache):
-    """With the affinity that taskset sets: rates of one thread, nothing side by side, and no more cores than that."""
+    """Rates of one thread, nothing side by side, and no more cores than that."""
     code = (
-        "import os, sys\n"
-        f"os.sched_setaffinity(0, [{available_cores()[-1]}])\n"
+        "import sys\n"
         "from specbench.hardware import probe_rates, probe_timing\n"
         "probe_timing.QUICK_SECONDS, probe_rates._SMALLEST = 3.0, 4 << 20\n"
         "probe_rates.buffer_bytes = lambda caches, memory: 4 << 20\n"
@@ -462,13 +494,45 @@ def test_on_one_core_for_real(own_cache):
         "from specbench.cli import app\n"
         "app()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=300)
+    done = on_cores([available_cores()[-1]], code)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert document["hardware"]["cpu"]["cores"] == [available_cores()[-1]]
     assert [row["threads"] for row in document["hardware"]["memory"]["rates"]] == [1]
     assert "two cores" in document["hardware"]["workers"]["reason"]
     assert document["models"]["target"]["threads"] == 1
+
+
+@pytest.mark.skipif(len(available_cores()) < 2, reason="needs two cores")
+def test_with_fewer_cores_a_place_on_the_others_is_refused():
+    ours, other = available_cores()[:2]
+    code = (
+        "import sys; sys.argv = ['specbench', 'profile-hardware', '-t', 'tiny', '-d', 'tiny-draft', '--quick',\n"
+        f"    '--place', 'target=cpu:{ours},draft=cpu:{other}']\n"
+        "from specbench.cli import app\n"
+        "app()"
+    )
+    done = on_cores([ours], code)
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert f"cpu:{other}" in done.stderr.decode()
+
+
+def test_in_a_container_its_share_of_time_is_what_threads_go_by(toy_machine, monkeypatch, tmp_path):
+    """A cgroup that allows the time of one core: one thread, and another profile than without it."""
+    (tmp_path / "cpu.max").write_text("100000 100000\n")
+    limited = devices.cgroup_cpu_limit(tmp_path)
+    profile.profile(Plan(), False, quick=True)
+    for module in (devices, environment):
+        monkeypatch.setattr(module, "cgroup_cpu_limit", lambda: limited)
+    found = profile.profile(Plan(), False, quick=True)
+    assert not found.cached or len(available_cores()) == 1
+    assert found.document["identity"]["hardware"]["cgroup_cpu_limit"] == 1.0
+    assert found.document["identity"]["threads"] == {"target": 1}
+    if len(available_cores()) > 1:
+        first, second = available_cores()[:2]
+        place = f"target=cpu:{first},draft=cpu:{second}"
+        with pytest.raises(PlacementError, match="cores"):
+            profile.profile(Plan(target="tiny", draft="tiny-draft", place=place), True)
 
 
 @pytest.mark.skipif(len(available_cores()) < 2, reason="needs two cores")
@@ -485,3 +549,129 @@ def test_a_draft_on_cores_of_its_own_for_real(toy_machine):
     rows = {row["strategy"]: row for row in document["predicted"]["strategies"]}
     if "async" in rows:
         assert rows["async"]["at"]
+
+
+# --- calibration -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def brief(monkeypatch):
+    """Answers of twelve tokens."""
+    monkeypatch.setattr(calibration, "NEW_TOKENS", 12)
+
+
+def test_calibration_ends_in_one_recommendation(toy_machine, brief):
+    words = ("-t", "tiny", "-d", "tiny-draft", "--threads", "1", "--quick", "--calibrate", "bundled", "--limit", "5")
+    done = invoke(*words, "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)["calibration"]
+    assert (found["task"], found["prompts"], found["max_new_tokens"]) == ("bundled", 5, 12)
+    rows = {row["strategy"]: row for row in found["strategies"]}
+    assert set(rows) == {"lookup", "speculative", "cascade"}
+    speculative = rows["speculative"]
+    assert 0 < speculative["acceptance"] < 1
+    assert speculative["judged"] > 10
+    assert speculative["predicted"]["low"] <= speculative["predicted"]["speedup"] <= speculative["predicted"]["high"]
+    assert speculative["setting"]["draft-length"] in (1, 2, 3)  # no longer block was measured
+    assert speculative["measured"]["speedup"] > 0
+    assert "draft tokens were judged" in speculative["doubt"]
+    assert found["recommended"]["strategy"] in {"autoregressive", *rows}
+    report = invoke(*words, "-q").stdout
+    assert "Recommended for bundled, 5 prompts:" in report
+    assert report.count("Recommended") == 1
+
+
+def test_calibration_is_not_kept_in_the_cache(toy_machine, brief):
+    words = ("-t", "tiny", "--threads", "1", "--quick", "--json")
+    assert invoke(*words, "--calibrate", "bundled", "--limit", "1").exit_code == 0
+    assert "calibration" not in json.loads(invoke(*words).stdout)
+    assert toy_machine.probes == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--calibrate", "bundled"], "needs --target"),
+        (["-t", "tiny", "--calibrate", "bundeld"], 'did you mean "bundled"'),
+        (["-t", "tiny", "--calibrate", "bundled", "--limit", "0"], "at least 1"),
+        (["-t", "tiny", "--calibrate", "bundled", "-o", "humaneval.path=x"], "humaneval"),
+    ],
+    ids=str,
+)
+def test_calibrations_that_cannot_be_are_refused_before_anything_is_measured(toy_machine, words, said):
+    done = invoke("--quick", *words)
+    assert (done.exit_code, toy_machine.probes) == (2, 0)
+    assert said in done.stderr
+
+
+def test_the_calibrations_run_has_every_strategy_that_the_places_allow():
+    cores = available_cores()
+    plain = calibration.plan_of(Plan(target="tiny"), "bundled", 3)
+    assert (plain.strategy, plain.limit, plain.trace) == (("lookup",), 3, 0)
+    paired = calibration.plan_of(TINY, "bundled", 3)
+    assert paired.strategy == ("lookup", "speculative", "cascade")
+    assert paired.options["speculative"] == {"draft-length": calibration.KNOWN_LENGTH}
+    if len(cores) > 1:
+        apart = Plan(target="tiny", draft="tiny-draft", place=f"target=cpu:{cores[0]},draft=cpu:{cores[1]}")
+        assert {"async", "duo"} < set(calibration.plan_of(apart, "bundled", 3).strategy)
+
+
+def row(strategy: str, speedup: float, low: Any = None, high: Any = None, **more: Any) -> dict[str, Any]:
+    predicted = {"speedup": speedup, "low": low, "high": high}
+    return {"strategy": strategy, "setting": {}, "predicted": predicted, "doubt": None, **more}
+
+
+def lines(rows: list[dict[str, Any]]) -> str:
+    found = {"task": "toy", "prompts": 8, "recommended": calibration.recommend(rows)}
+    return " ".join(profile_report.calibration_lines(found))
+
+
+def test_the_best_is_recommended_with_its_interval():
+    text = lines([row("lookup", 1.2, 1.1, 1.3), row("speculative", 1.9, 1.7, 2.1, setting={"draft-length": 5})])
+    assert "speculative (draft-length 5), predicted 1.90x [1.70, 2.10]" in text
+    assert "told apart" not in text
+
+
+def test_overlapping_intervals_cannot_be_told_apart():
+    text = lines([row("lookup", 1.8, 1.1, 2.4), row("speculative", 1.9, 1.7, 2.1), row("cascade", 1.2, 1.1, 1.3)])
+    assert "cannot be told apart from lookup:" in text
+    text = lines([row("speculative", 1.2, 0.9, 1.6)])
+    assert "cannot be told apart from plain decoding" in text
+
+
+def test_plain_decoding_is_recommended_where_nothing_pays():
+    text = lines([row("lookup", 1.0, 0.98, 1.02), row("speculative", 0.8, 0.7, 0.9)])
+    assert "plain decoding" in text
+    assert "rule out" not in text
+    assert "rule out speculative" in lines([row("speculative", 1.0, 0.7, 1.4)])
+    nothing = {"strategy": "lookup", "setting": {}, "predicted": None, "doubt": "nothing was drafted"}
+    assert "plain decoding" in lines([nothing])
+
+
+def test_a_doubtful_recommendation_says_so():
+    text = lines([row("speculative", 1.9, 1.7, 2.1, doubt="only 40 draft tokens were judged")])
+    assert "Not to be trusted yet: only 40 draft tokens were judged" in text
+
+
+@pytest.mark.parametrize(
+    ("judged", "alpha", "predicted", "words"),
+    [
+        (0, None, None, "nothing was drafted"),
+        (500, 0.8, None, "costs"),
+        (99, 0.8, {"low": 1.0}, "only 99 draft tokens"),
+        (500, 0.8, {"low": None}, "fewer than 5 prompts"),
+        (500, 0.8, {"low": 1.0}, None),
+    ],
+)
+def test_what_makes_a_calibration_doubtful(judged, alpha, predicted, words):
+    doubt = calibration._doubt(judged, alpha, predicted)
+    assert doubt is None if words is None else words in doubt
+
+
+def test_the_length_that_is_advised_follows_the_acceptance_that_was_measured():
+    known = prediction.Prices({"target": FLAT, "draft": curve(1.0)}, {})
+    longer, gain = calibration.best_length(0.9, 2, known, 256)
+    assert longer > 6
+    assert gain > 1.3
+    assert calibration.best_length(0.0, 1, known, 256) == (1, 1.0)
+    assert calibration.best_length(None, 1, known, 256) == (1, 1.0)

@@ -1,0 +1,182 @@
+"""Predicted beside measured: what a profile that is kept in the cache folder says of the rows of a run.
+
+A profile fits a run if the models are the same files in the same dtype, runtime and places. One of other hardware or
+other versions is better than none, and a note says what differs. The prediction is that of `prediction.replay`: the
+steps that were counted in the run at the prices of the profile, so it is right where the cost curves are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..models.builtin import cache_folder
+from ..models.cost_curve import CostCurve
+from .metrics import Drafting
+from .prediction import Prices, Work, replay
+
+FORMAT = 2  # of a profile's document
+FOLDER = "profiles"
+_SAME = ("fingerprint", "dtype", "runtime", "device", "threads")
+_MACHINE = ("cpu", "architecture", "gpus")
+_SHARE = ("cores", "cgroup_cpu_limit")  # of the machine, that the process may use
+_PACKAGES = ("torch", "transformers", "numpy")
+BYPASSING = ("cascade", "auto")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A profile that fits.
+
+    Attributes:
+        document: see `docs/hardware.md`.
+        notes: what is not the same as in the run, in words.
+    """
+
+    document: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def note(self) -> str:
+        """For the table."""
+        which = f"predicted by the profile of {str(self.document.get('made'))[:10]}"
+        return f"{which}: {'; '.join(self.notes)}" if self.notes else which
+
+    @cached_property
+    def prices(self) -> Prices:
+        return prices(self.document)
+
+    def fits(self, role: str, facts: Mapping[str, Any], manifest: Mapping[str, Any]) -> bool:
+        """Whether it has the model of a role as an arm ran it."""
+        model = self.document["models"].get(role)
+        if model is None or any(model.get(name) != facts.get(name) for name in _SAME):
+            return False
+        described = (manifest.get("models") or {}).get(role) or {}
+        return model.get("head_vocab") == described.get("head_vocab")
+
+
+def prices(document: Mapping[str, Any]) -> Prices:
+    """The prices of a profile."""
+    models, together = document["models"], document.get("together") or {}
+    curves = {role: CostCurve.from_record(model["curve"]) for role, model in models.items()}
+    reading = {role: model["reading"] for role, model in models.items() if model.get("reading")}
+    factors = together.get("target_factor", 1.0), together.get("draft_factor", 1.0)
+    return Prices(curves, {role: read["ms"] / read["tokens"] for role, read in reading.items()}, factors)
+
+
+def find(manifest: Mapping[str, Any], folder: Path | None = None) -> Kept | None:
+    """The profile in the cache folder that fits a run best: of the same machine and versions rather than of others, of
+    the models of more arms, a full one rather than a quick one, the latest. None where there is none, and for batches,
+    whose steps it does not tell."""
+    if ((manifest.get("settings") or {}).get("batch") or 1) > 1:
+        return None
+    arms = [roles for arm in manifest.get("arms") or [] if (roles := arm.get("roles"))]
+    found: list[tuple[tuple[Any, ...], Kept]] = []
+    for document in _documents(folder or cache_folder() / FOLDER):
+        if bool(document["identity"].get("exact")) != bool((manifest.get("plan") or {}).get("exact")):
+            continue
+        kept = Kept(document, tuple(_differences(document, manifest)))
+        told = sum(all(kept.fits(role, facts, manifest) for role, facts in roles.items()) for roles in arms)
+        if told:
+            rank = not kept.notes, told, not document.get("quick"), str(document.get("made"))
+            found.append((rank, kept))
+    return max(found, key=lambda one: one[0])[1] if found else None
+
+
+def _documents(folder: Path) -> Iterable[dict[str, Any]]:
+    for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(document, dict) and document.get("format") == FORMAT and document.get("models"):
+            yield document
+
+
+def _differences(document: Mapping[str, Any], manifest: Mapping[str, Any]) -> Iterable[str]:
+    """What differs in hardware and versions, as far as both tell."""
+    identity, environment = document["identity"], json.loads(json.dumps(manifest.get("environment") or {}, default=str))
+    hardware = identity.get("hardware") or {}
+    other = [name for name in _MACHINE if name in environment and hardware.get(name) != environment[name]]
+    if other:
+        told = ", ".join(f"{_told(hardware.get(name))}, the run on {_told(environment[name])}" for name in other[:1])
+        yield f"it is of another machine ({told})"
+    elif any(name in environment and hardware.get(name) != environment[name] for name in _SHARE):
+        yield "it was made with other cores of this machine"
+    there, here = identity.get("packages") or {}, environment.get("packages") or {}
+    versions = [("specbench", identity.get("specbench"), manifest.get("specbench"))]
+    versions += [(name, there.get(name), here.get(name)) for name in _PACKAGES]
+    differing = [f"{name} {old}, the run with {new}" for name, old, new in versions if new and old != new]
+    if differing:
+        yield f"it was made with {', '.join(differing)}"
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, list):
+        names = [str(one.get("name", one)) if isinstance(one, dict) else str(one) for one in value]
+        return " + ".join(names) or "no GPU"
+    return str(value)
+
+
+def speedup(
+    kept: Kept,
+    arm: Mapping[str, Any],
+    manifest: Mapping[str, Any],
+    drafting: Drafting,
+    samples: int,
+    asked: int,
+    tasks: Collection[str],
+) -> float | None:
+    """Predicted decode speed-up over plain decoding of one arm on some tasks; None where the profile cannot tell.
+
+    Args:
+        arm: of the manifest.
+        drafting: what its measured steps did.
+        samples: finished ones, and `asked` in how many of them the draft model ran.
+    """
+    roles = arm.get("roles") or {}
+    if arm.get("engine", "specbench") != "specbench" or not roles or not samples:
+        return None
+    if not all(kept.fits(role, facts, manifest) for role, facts in roles.items()):
+        return None
+    lengths = [prompt["tokens"] for prompt in manifest.get("prompts") or [] if prompt["task"] in tasks]
+    if not lengths:
+        return None
+    levels = level_roles(arm, len(drafting.levels))
+    if levels is None:
+        return None
+    work = Work(drafting, samples, asked, sum(lengths) / len(lengths), levels)
+    found = replay(arm.get("strategy", ""), work, kept.prices)
+    return found[0] / found[1] if found else None
+
+
+def level_roles(arm: Mapping[str, Any], count: int) -> list[str | None] | None:
+    """The roles of an arm's levels from large to small, None for one without a model; None where it cannot be told."""
+    roles = sorted(role for role in arm.get("roles") or {} if role != "target")
+    found: list[str | None] = []
+    for level in (arm.get("options") or {}).get("levels") or roles:
+        kind, _, which = str(level).partition(":")
+        if kind in ("ngram", "mag"):
+            found.append(None)
+        elif not which and level in roles:
+            found.append(level)
+        elif which.isdigit():
+            found.append("draft" if which == "1" else f"draft{which}")
+        else:
+            return None
+    return (found + [None] * (count - len(found)))[:count]
+
+
+def asked(levels: Iterable[Sequence[Sequence[Sequence[int]]] | None], samples: int, strategy: str) -> int:
+    """In how many of so many samples the first draft model ran: in all, but for strategies that may bypass it.
+
+    Args:
+        levels: of each sample, see `Sample.levels`.
+    """
+    if strategy not in BYPASSING:
+        return samples
+    return sum(any(len(step[0]) > 2 and step[0][2] > 0 for step in steps) for steps in levels if steps)
