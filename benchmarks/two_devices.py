@@ -13,8 +13,8 @@ Arms, interleaved prompt by prompt in one process, taking turns at going first:
     ... on both cores         (c) plain and speculative decoding with both cores in every forward
 
 Speed-ups are sums of decode times over the same prompts, with bootstrap intervals. Every arm's tokens are compared with
-plain decoding's. Ceilings and predictions come from the cost curves measured at the start and the acceptance measured
-on the task (`hardware.overlap`): the ceiling knows neither contention nor messages, the prediction knows contention.
+plain decoding's. Ceilings, and what the simulator makes of the same texts, come from `overlap_model.py`, which also
+runs on what `--out` has written.
 """
 
 from __future__ import annotations
@@ -22,44 +22,36 @@ from __future__ import annotations
 import argparse
 import json
 import statistics as numbers
+from pathlib import Path
 from typing import Any
 
+import overlap_model
 import torch
 from interleaved import Arm, measure_task, parser_of, prepared_tasks
+from overlap_arms import BOTH, PLAIN, SWITCHES, share_costs, strategy_of, that_go_by_costs
 
 from specbench.hardware import devices
 from specbench.hardware.clock import Drain
 from specbench.hardware.environment import environment
-from specbench.hardware.overlap import Costs, best_policy, best_sequential, ideal, perfect_rate, plain_rate
+from specbench.hardware.overlap import Costs
 from specbench.models.load import load
 from specbench.models.remote import RemoteModel, load_remote
-from specbench.options import build
 from specbench.results import metrics, statistics
 from specbench.results.prepare import Prepared
 from specbench.results.records import Sample
-from specbench.strategies import registry
 from specbench.strategies.overlapped import Overlapped
 from specbench.strategies.side_by_side import as_record
-
-PLAIN, BOTH = "autoregressive", " on both cores"
-SWITCHES = {
-    "duo without anticipation": {"anticipate": False},
-    "duo without first-token branches": {"branch_rule": "off"},
-    "duo without branches": {"branches": 1},
-    "duo one by one": {"batched": False},
-    "duo without interruption": {"interrupt": False},
-    "duo, first token after the round": {"first_token": "after_round"},
-    "duo without controller": {"controller": False},
-    "async without controller": {"controller": False},
-    "async without waiting": {"min_ready": 0},
-}
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--cores", default=None, help="the target's and the draft's, by default the first two")
     parser.add_argument("--switches", action="store_true", help="also without each improvement")
-    parser.add_argument("--arms", default="", help="only arms whose name contains one of these words, comma-separated")
+    parser.add_argument(
+        "--arms",
+        default="",
+        help="only arms with one of these words in their name, or, as =duo, with this name; comma-separated",
+    )
     return parser.parse_args(argv)
 
 
@@ -101,27 +93,20 @@ def make_arms(pair: Pair, args: argparse.Namespace) -> list[Arm]:
     apart = {"target": pair.target, "draft": pair.remote}
     together = {"target": pair.target, "draft": pair.draft}
 
-    def arm(name: str, strategy: str, models: dict[str, Any] = apart, cores: tuple = pair.cores[:1], **options) -> Arm:
-        kind = registry.get(strategy)
-        return Arm(
-            name, kind({role: models[role] for role in kind.roles}, build(kind.Options, options, strategy)), cores
-        )
+    def arm(name: str) -> Arm:
+        if name.endswith(BOTH):
+            return Arm(name, strategy_of(name, together), pair.cores)
+        return Arm(name, strategy_of(name, apart), pair.cores[:1])
 
-    lengths = [int(length) for length in args.lengths.split(",")]
-    arms = [
-        arm(PLAIN, PLAIN),
-        *(arm(f"speculative {k}", "speculative", draft_length=k) for k in lengths),
-        arm("async", "async"),
-        arm("duo", "duo"),
-        arm("async as published", "async", faithful=True),
-        arm("duo as published", "duo", faithful=True),
-        arm(PLAIN + BOTH, PLAIN, together, pair.cores),
-        *(arm(f"speculative {k}{BOTH}", "speculative", together, pair.cores, draft_length=k) for k in lengths),
-    ]
-    if args.switches:
-        arms += [arm(name, name.split()[0].strip(","), **options) for name, options in SWITCHES.items()]
+    speculative = [f"speculative {int(length)}" for length in args.lengths.split(",")]
+    names = [
+        *speculative, "async", "duo", "async as published", "duo as published",
+        PLAIN + BOTH, *(name + BOTH for name in speculative), *(SWITCHES if args.switches else ()),
+    ]  # fmt: skip
     words = [word for word in args.arms.split(",") if word]
-    return [arms[0], *(arm for arm in arms[1:] if not words or any(word in arm.name for word in words))]
+    if words:
+        names = [name for name in names if f"={name}" in words or any(word in name for word in words)]
+    return [arm(PLAIN), *map(arm, names)]
 
 
 def prepare_arms(arms: list[Arm], pair: Pair, tokens: int) -> Costs | None:
@@ -130,21 +115,20 @@ def prepare_arms(arms: list[Arm], pair: Pair, tokens: int) -> Costs | None:
         if not isinstance(arm.strategy, Overlapped):
             pair.use(arm.cores)
             arm.strategy.prepare(1, tokens)
-    ours = [arm.strategy for arm in arms if isinstance(arm.strategy, Overlapped) and not arm.strategy.options.faithful]
-    if not ours:
-        return None
+    strategies = [arm.strategy for arm in arms]
     pair.use(pair.cores[:1])
-    first = max(ours, key=lambda strategy: strategy.settings().branches)
-    first.prepare(1, tokens)
-    for strategy in ours:
-        strategy.costs, strategy.table = first.costs, first.table
-    return first.costs
+    for first in that_go_by_costs(strategies)[:1]:
+        first.prepare(1, tokens)
+        assert first.costs is not None
+        share_costs(strategies, first.costs)
+        return first.costs
+    return None
 
 
 # What came out
 
 
-def report_task(task: str, arms: list[Arm], costs: Costs | None) -> dict[str, Any]:
+def report_task(task: str, arms: list[Arm]) -> dict[str, Any]:
     base = arms[0].samples[task]
     tokens = {sample.prompt_id: sample.token_ids for sample in base}
     found: dict[str, Any] = {"prompts": len(base), "arms": {}}
@@ -179,19 +163,20 @@ def report_task(task: str, arms: list[Arm], costs: Costs | None) -> dict[str, An
             found["arms"][arm.name][f"ttft_over_{kind}"] = (
                 found["arms"][arm.name]["ttft_ms"] / found["arms"][best.name]["ttft_ms"]
             )
-    if costs is not None:
-        found["model"] = cost_model(found, costs)
     return found
 
 
 def acceptance(samples: list[Sample]) -> dict[str, Any]:
-    """The conditional acceptance: of the draft tokens whose forerunners were all taken, how many were taken."""
+    """The conditional acceptance: of the draft tokens whose forerunners were all taken, how many were taken; over all
+    positions of a block, and for each, since it is not the same at all of them."""
     steps = [step for sample in samples for step in sample.steps]
     accepted = sum(step[3] for step in steps)
     rejected = sum(step[3] < step[2] for step in steps)
     found: dict[str, Any] = {"wasted": sum(step[4] for step in steps), "steps": len(steps)}
     if accepted + rejected:
         found["alpha"] = accepted / (accepted + rejected)
+        reached = [sum(step[2] > at <= step[3] for step in steps) for at in range(max(step[2] for step in steps))]
+        found["alpha_by_position"] = [sum(step[3] > at for step in steps) / n for at, n in enumerate(reached) if n]
         found["tokens_per_step"] = sum(step[1] for step in steps) / len(steps)
     return found
 
@@ -210,39 +195,6 @@ def facts(samples: list[Sample]) -> dict[str, Any]:
     return total
 
 
-def cost_model(found: dict[str, Any], costs: Costs) -> dict[str, Any]:
-    """Ceilings (no contention, no messages) and predictions (with contention), in tokens per second, and how near the
-    arms came."""
-    arms = found["arms"]
-    alpha = arms.get(found.get("best_speculative", ""), {}).get("alpha")
-    if alpha is None:
-        return {}
-    duo = arms.get("duo", {})
-    hit = duo.get("rejections_anticipated", 0) / max(duo.get("rejections", 0), 1)
-    free = ideal(costs)
-    sequential, length = best_sequential(free, alpha, 12)
-    rates = {
-        "speculative": (sequential, sequential),
-        "async": (best_policy(free, alpha).rate, best_policy(costs, alpha).rate),
-        "duo": (best_policy(free, alpha, hit=hit).rate, best_policy(costs, alpha, hit=hit).rate),
-    }
-    model: dict[str, Any] = {
-        "alpha": alpha,
-        "hit": hit,
-        "cost_ratio": costs.draft_ms(1) / costs.target_ms(1),
-        "best_length": length,
-        "plain_tokens_per_s": 1e3 * plain_rate(costs),
-        "perfect_anticipation_tokens_per_s": 1e3 * perfect_rate(costs, alpha, 12),
-    }
-    for name, (ceiling, predicted) in rates.items():
-        arm = found.get("best_speculative") if name == "speculative" else name
-        measured = arms.get(arm, {}).get("decode_tokens_per_s")
-        model[name] = {"ceiling_tokens_per_s": 1e3 * ceiling, "predicted_tokens_per_s": 1e3 * predicted}
-        if measured:
-            model[name] |= {"of_ceiling": measured / 1e3 / ceiling, "of_predicted": measured / 1e3 / predicted}
-    return model
-
-
 def show(result: dict[str, Any]) -> None:
     for task, found in result["tasks"].items():
         print(f"\n{task}, {found['prompts']} prompts")
@@ -256,10 +208,14 @@ def show(result: dict[str, Any]) -> None:
                 f" {ratio('speculative_on_both'):7.3f} {arm['ttft_ms']:8.1f} {arm.get('alpha', 0):6.3f}"
                 f" {arm.get('tokens_per_step', 1):8.2f} {idle:>9} {arm['wasted']:6}  {arm['exact']}/{arm['outputs']}"
             )
-        for name in ("speculative", "async", "duo"):
-            if entry := found.get("model", {}).get(name):
-                near = f", reached {entry['of_ceiling']:.2f} of it" if "of_ceiling" in entry else ""
-                print(f"  ceiling of {name}: {entry['ceiling_tokens_per_s']:.2f} tok/s{near}")
+        print("\n".join(overlap_model.lines(found)))
+    if "simulator" in result:
+        print(overlap_model.line_of_check(result["simulator"]))
+
+
+def write(result: dict[str, Any], path: Path | None) -> None:
+    if path:
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -291,10 +247,16 @@ def main() -> None:
         "cores": list(cores),
         "cpu": environment()["cpu"],
         "costs": as_record(costs) if costs else None,
-        "tasks": {one.plan.task[0]: report_task(one.plan.task[0], arms, costs) for one in prepared},
+        "tasks": {one.plan.task[0]: report_task(one.plan.task[0], arms) for one in prepared},
     }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(result, args.out)  # before anything is made of it
+    if costs:
+        strategies = {arm.name: arm.strategy for arm in arms}
+        for task, found in result["tasks"].items():
+            ours = {arm.name: arm.samples[task] for arm in arms}
+            found["model"] = overlap_model.model_of(ours, strategies, costs, found.get("best_speculative"))
+        result["simulator"] = overlap_model.check(result["tasks"])
+        write(result, args.out)
     if args.json:
         print(json.dumps(result, indent=2))
     else:

@@ -1,8 +1,8 @@
-"""What a draft and a target on two devices can reach together: closed forms, the best moment to verify, a simulator.
+"""What a draft and a target on two devices can reach together in the long run: closed forms, and when to verify.
 
-Nothing here runs a model. Costs come in as functions of milliseconds, acceptance as a probability or as a trace, and
-speeds come out in tokens per millisecond; so one set of measured cost curves gives the ceiling of a measured run, the
-policy of a controller, and a map of where which protocol pays.
+Nothing here runs a model. Costs come in as functions of milliseconds, acceptance as a probability, and speeds come out
+in tokens per millisecond; so one set of measured cost curves gives the policy of a controller, and a map of where which
+protocol pays. Single texts are simulated in `hardware.overlap_simulator`.
 
 The picture of both strategies: the draft writes on, one step after another; the target verifies what is there. The
 draft's lead over the verified text is what counts: `lead` tokens are ready, the target takes k of them, and the draft
@@ -12,7 +12,7 @@ else the draft has to begin anew, unless it had prepared for that very outcome (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -192,65 +192,3 @@ def _decisions(
     chances *= 1 - ENDS
     chances[:, :, PARTS] += ENDS
     return ms, tokens, chances
-
-
-# Simulation: event by event, over a trace of what the target would have said to the draft's tokens.
-
-
-def random_ranks(alpha: float, second: float, count: int, seed: int = 0) -> np.ndarray:
-    """A trace, (count,): 0 where the draft's token is the target's own (probability alpha), 1 where else its second
-    choice is (probability `second`), 2 where neither is."""
-    luck = np.random.default_rng(seed).random((2, count))
-    return np.where(luck[0] < alpha, 0, np.where(luck[1] < second, 1, 2))
-
-
-def simulate_overlap(
-    costs: Costs,
-    ranks: Sequence[int] | np.ndarray,
-    policy: Policy,
-    prepares: bool = False,
-    rows: float = 1.0,
-    lead: int = 16,
-) -> float:
-    """Tokens per ms of a draft that writes ahead and a target that verifies by a policy, until the trace ends.
-
-    Args:
-        ranks: from `random_ranks`, or measured; entry i is about the token at position i.
-        prepares: whether every rejection is prepared for with the draft's second choice.
-        rows: rows of a draft step.
-    """
-    step_ms = costs.draft_ms(rows) * costs.draft_factor
-    now, position, have, next_at = 0.0, 0, 0, step_ms
-    while position + lead + 2 < len(ranks):
-        k = min(have, policy.most)
-        if have < policy.need:
-            now += max(next_at - now, 0.0) / costs.draft_factor  # while the target rests
-            have, next_at = have + 1, now + step_ms
-            continue
-        began, now = now, now + costs.target_ms(k + 1) * costs.target_factor
-        while next_at <= now and have < lead:
-            have, next_at = have + 1, next_at + step_ms
-        if have == lead:  # it has been resting
-            next_at = max(next_at, now + step_ms)
-        accepted = next((i for i in range(k + 1) if ranks[position + i]), k + 1)
-        position += min(accepted, k) + 1
-        if accepted == k + 1 and have > k:
-            have -= k + 1
-        elif accepted >= k and have == k:  # the token in the making is the target's bonus token
-            have, next_at = 0, next_at + step_ms
-        elif prepares and ranks[position - 1] == 1:
-            have = min(int((now - began) / step_ms), lead)
-        else:  # the draft ends its step in vain
-            have, next_at = 0, next_at + step_ms
-    return position / now
-
-
-def simulate_published(ranks: Sequence[int] | np.ndarray, length: int, branches: int = 1) -> float:
-    """Tokens per target pass of DuoDecoding's published protocol; branches beyond one know the second choice."""
-    position = passes = block = 0  # block: tokens in flight that are not verified yet
-    while position + length + 1 < len(ranks):
-        accepted = next((i for i in range(block) if ranks[position + i]), block)
-        whole, position = accepted == block, position + accepted + 1
-        found = ranks[position - 1] == 0 or (branches > 1 and ranks[position - 1] == 1)
-        block, passes = (length - 1 if whole and found else 0), passes + 1
-    return position / passes

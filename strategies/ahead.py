@@ -17,6 +17,7 @@ the same noise, and no probabilities travel.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -27,6 +28,7 @@ import torch
 from ..hardware.workers import Message, Port
 from ..models.base import CachedModel, TokenBuffer
 from .base import Request, Row
+from .branching import Calibration, rows_that_pay
 from .sampling import Sampling
 from .verify import Verifier
 
@@ -55,6 +57,8 @@ class Settings:
         first_tokens: branch at the token that follows the block in flight (the theta rule).
         anticipate: branch where the block in flight may be rejected.
         worth: the least probability of being needed that a branch is begun for.
+        row_costs: what forwards of 1, 2, ... rows take, as multiples of the first; a branch is begun, and continued,
+            while it makes up for that (`branching.rows_that_pay`). Empty to continue all of them.
         batched: all lines in one forward; else the shortest line first, one at a time.
         budget: token-rows per round, 0 for no bound.
         interrupt: listen after every forward; else once the budget is used up.
@@ -66,13 +70,14 @@ class Settings:
     first_tokens: bool = True
     anticipate: bool = True
     worth: float = 0.1
+    row_costs: tuple[float, ...] = ()
     batched: bool = True
     budget: int = 0
     interrupt: bool = True
 
 
 class Report(NamedTuple):
-    """What the draft did for one request."""
+    """What the draft did for one request. `prefill_ns` is its first forward, and is part of `busy_ns`."""
 
     forwards: int = 0
     token_rows: int = 0
@@ -80,6 +85,7 @@ class Report(NamedTuple):
     posted: int = 0
     lines: int = 0
     forks: int = 0
+    prefill_ns: int = 0
 
 
 class Note(NamedTuple):
@@ -94,10 +100,15 @@ class Line:
     number: int
     row: Row  # its tokens are the whole line, drafted ones included; its index is the cache row
     notes: dict[int, Note] = field(default_factory=dict)  # by position
+    chances: dict[int, float] = field(default_factory=dict)  # by position: that the token is right if all before it are
     opened: set[tuple[int, int]] = field(default_factory=set)  # (position, token) of the branches begun
 
     def __len__(self) -> int:
         return len(self.row.tokens)
+
+    def reach(self, start: int, end: int) -> float:
+        """Chance that the text follows the line from `start` up to `end`; what no note was made of counts as right."""
+        return math.prod(self.chances.get(position, 1.0) for position in range(start, end))
 
 
 def draft_ahead(
@@ -126,7 +137,9 @@ class Drafting:
         self.lead, self.branches = settings.lead, min(settings.branches, model.max_rows)
         self.rounds, self.rows_left = 0, settings.budget
         self.block_end = len(request.ids)  # of what is being verified
-        self.numbers = self.forwards = self.token_rows = self.busy_ns = self.posted = self.forks = 0
+        self.numbers = self.forwards = self.token_rows = self.posted = self.forks = 0
+        self.busy_ns = self.prefill_ns = 0
+        self.calibration = Calibration()
         self.stopped, self.said_idle = False, False
         self.lines: list[Line] = []  # the main one first
         self._begin_line(0)
@@ -143,8 +156,8 @@ class Drafting:
             elif not self.stopped:
                 self._say_idle()
                 self._hear(self.port.wait())
-        report = Report(self.forwards, self.token_rows, self.busy_ns, self.posted, self.numbers, self.forks)
-        self.port.send(REPORT, ids=report)
+        counts = self.forwards, self.token_rows, self.busy_ns, self.posted, self.numbers, self.forks, self.prefill_ns
+        self.port.send(REPORT, ids=Report(*counts))
 
     # What to do next
 
@@ -152,40 +165,47 @@ class Drafting:
         """The lines that the next forward continues."""
         if self.stopped or (self.settings.budget and self.rows_left <= 0):
             return []
-        if self.branches > 1:
-            self._branch()
         end = min(self.limit, len(self.verified) + self.lead)
-        lines = [line for line in self.lines if len(line) < end]
+        lines = [line for line in self.lines[:1] if len(line) < end]
+        if self.branches > 1:
+            lines += self._branches(end, main_rests=not lines)
         if not self.settings.batched:
             lines = sorted(lines, key=len)[:1]
         return lines[: self.rows_left] if self.settings.budget else lines
 
-    def _branch(self) -> None:
-        """Begins the likeliest lines beside the main one that are worth it, while there is room for them."""
-        candidates: list[tuple[float, int, int]] = []
-        if len(self.lines) < self.branches:
-            candidates = sorted(self._candidates(self.lines[0]), reverse=True)
-        for chance, position, token in candidates[: self.branches - len(self.lines)]:
-            if chance >= self.settings.worth:
-                self._fork(self.lines[0], position, token)
+    def _branches(self, end: int, main_rests: bool) -> list[Line]:
+        """The lines beside the main one that are worth a row now; those that are not there yet begin."""
+        main, start = self.lines[0], len(self.verified)
+        found: list[tuple[float, Line | tuple[int, int]]] = [
+            (line.reach(start, len(line)), line) for line in self.lines[1:] if len(line) < end
+        ]
+        if room := max(0, self.branches - len(self.lines)):
+            begun = sorted(self._candidates(main, end), reverse=True)[:room]
+            found += [(chance, (position, token)) for chance, position, token in begun]
+        found.sort(key=lambda one: one[0], reverse=True)
+        reach = None if main_rests else main.reach(start, len(main))
+        count = rows_that_pay(reach, [chance for chance, _ in found], self.settings.row_costs)
+        return [one if isinstance(one, Line) else self._fork(main, *one) for _, one in found[:count]]
 
-    def _candidates(self, main: Line) -> list[tuple[float, int, int]]:
-        """(probability of being needed, position, token) of outcomes of the verification in flight."""
+    def _candidates(self, main: Line, end: int) -> list[tuple[float, int, int]]:
+        """(probability of being needed, position, token) of outcomes of the verification in flight that are likely
+        enough to begin a branch for."""
         found = []
-        reached = 1.0  # probability that the verified text follows the main line up to the position
-        for position in range(len(self.verified), min(self.block_end + 1, len(main))):
+        start = len(self.verified)
+        for position in range(start, min(self.block_end + 1, len(main), end - 1)):
             note = main.notes.get(position)
-            if note is None:  # drafted by a line that has become the main one meanwhile
+            if note is None:  # made while no branches were allowed, or by a line that has become the main one meanwhile
                 break
             at_end = position == self.block_end
             theta = self._theta(main, position) if at_end else 0.0
             if self.settings.first_tokens if at_end else self.settings.anticipate:
-                for token, chance in note.others:
-                    if chance <= theta:
+                reached = main.reach(start, position)
+                for token, probability in note.others:
+                    if probability <= theta:
                         break
-                    if (position, token) not in main.opened:
-                        found.append((reached * chance, position, token))
-            reached *= note.confidence
+                    chance = reached * self.calibration.chance(probability, first=False)
+                    if chance >= self.settings.worth and (position, token) not in main.opened:
+                        found.append((chance, position, token))
         return found
 
     def _theta(self, main: Line, position: int) -> float:
@@ -201,7 +221,7 @@ class Drafting:
         self.numbers += 1
         self.lines = [Line(self.numbers, row)]
 
-    def _fork(self, main: Line, position: int, token: int) -> None:
+    def _fork(self, main: Line, position: int, token: int) -> Line:
         main.opened.add((position, token))
         used = {line.row.index for line in self.lines}
         row = Row(next(index for index in range(self.branches) if index not in used), self.request)
@@ -212,9 +232,13 @@ class Drafting:
         self.numbers += 1
         self.forks += 1
         self.posted += 1
-        self.lines.append(Line(self.numbers, row))
-        known = len(self.verified)
-        self.port.send(FORK, self.numbers, known, (main.number, *text[known:].tolist(), token))
+        known, line = len(self.verified), Line(self.numbers, row)
+        line.chances = {at: main.chances[at] for at in range(known, position)}
+        probability = dict(main.notes[position].others)[token]
+        line.chances[position] = self.calibration.chance(probability, first=False)
+        self.lines.append(line)
+        self.port.send(FORK, line.number, known, (main.number, *text[known:].tolist(), token))
+        return line
 
     # One forward
 
@@ -224,9 +248,10 @@ class Drafting:
         chosen = self.verifier.choose_drafts(logits, rows, [()] * len(rows))
         for i, (line, (token, _)) in enumerate(zip(lines, chosen, strict=True)):
             sure: tuple[float, ...] = ()
-            if self.settings.branches > 1:
+            if self.branches > 1:  # else nobody asks, and it takes a softmax over the vocabulary
                 values = self.values(logits[i], line.row)
                 note = line.notes[len(line)] = make_note(values, token, OTHERS, 1 - self.settings.worth)
+                line.chances[len(line)] = self.calibration.chance(note.confidence, first=True)
                 sure = (note.confidence,)
             self.port.send(DRAFT, line.number, len(line), (token,), sure)
             line.row.tokens.extend((token,))
@@ -235,6 +260,8 @@ class Drafting:
         self.rows_left -= len(lines)
         self.posted += len(lines)
         self.busy_ns += self.model.last_forward_ns
+        if self.forwards == 1:
+            self.prefill_ns = self.busy_ns
         self.said_idle = False
 
     # What the target says
@@ -256,6 +283,7 @@ class Drafting:
         start = len(self.verified)
         self.verified.extend(ids)
         text = self.verified.view()
+        self._learn(self.lines[0], text, start)
         cache_row = self.lines[0].row.index
         self.lines = [line for line in self.lines if _agrees(line, text, start)]
         for line in self.lines:
@@ -264,6 +292,18 @@ class Drafting:
             self._begin_line(cache_row)
         self.block_end = len(text)  # nothing is in flight
         self.said_idle = False
+
+    def _learn(self, main: Line, text: np.ndarray, start: int) -> None:
+        """Compares what was known about the main line's tokens with what became of them, up to the first wrong one."""
+        drafted = main.row.tokens.view()
+        for position in range(start, min(len(text), len(main))):
+            right = bool(drafted[position] == text[position])
+            if note := main.notes.get(position):
+                self.calibration.observe(note.confidence, True, right)
+                for token, probability in note.others:
+                    self.calibration.observe(probability, False, token == int(text[position]))
+            if not right:
+                break
 
     def _say_idle(self) -> None:
         if not self.said_idle:

@@ -17,11 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 from ..errors import UsageError
 from .ahead import Settings
 from .base import Request, Step
+from .branching import LEAST, UNKNOWN_ROW_COST
 from .controller import Controller, Way
 from .duo_published import MOST_BRANCHES, published_rounds
 from .overlapped import MOST, Overlapped, not_default
@@ -37,10 +39,13 @@ class Options:
     branches: lines that the draft keeps at most, the main one included.
     branch_rule: theta, or off for no branches at the token after the block.
     anticipate: branches inside the block.
-    worth: the least probability of being needed that a branch is begun for; auto goes by what a row costs.
+    worth: the least probability of being needed that a branch is begun for, and then continued to its end; auto gives
+        a branch a row only while that is expected to bring more tokens than it delays, by what a row costs and by how
+        often the draft has been right when it was that sure.
     batched, interrupt, first_token: see the module.
     lead: tokens that a line may be ahead of the verified text.
-    controller: whether overlap may be given up for turns or plain steps where these are expected to be faster.
+    controller: whether overlap may be given up for turns or plain steps where these are expected to be faster, and
+        branches where they have not paid.
     faithful: the published protocol, where the budget is its gamma (auto: 16); the other options must be left alone.
     """
 
@@ -77,24 +82,28 @@ class Duo(Overlapped):
     Options = Options
 
     def settings(self) -> Settings:
-        options = self.options
+        options, worth = self.options, self.options.worth
         return Settings(
             lead=options.lead,
             branches=options.branches,
             first_tokens=options.branch_rule == "theta",
             anticipate=options.anticipate,
-            worth=self._worth() if options.worth == "auto" else options.worth,
+            worth=LEAST if worth == "auto" else worth,
+            row_costs=self._row_costs() if worth == "auto" else (),
             batched=options.batched,
             budget=self._budget() if options.budget == "auto" else options.budget,
             interrupt=options.interrupt,
         )
 
-    def _worth(self) -> float:
-        """A row more delays every other one of its round by its cost, and is needed with some probability."""
+    def _row_costs(self) -> tuple[float, ...]:
+        """What forwards of the draft over 1, 2, ... rows take, as multiples of the first."""
+        counts = range(1, self.options.branches + 1)
+        if not self.options.batched:
+            return tuple(map(float, counts))
         if self.costs is None:
-            return 0.1
-        added = self.costs.draft_ms(2) / self.costs.draft_ms(1) - 1 if self.options.batched else 1.0
-        return min(max(0.05, added), 0.5)
+            return tuple(1 + UNKNOWN_ROW_COST * (rows - 1) for rows in counts)
+        one = self.costs.draft_ms(1)
+        return tuple(accumulate((self.costs.draft_ms(rows) / one for rows in counts), max))
 
     def _budget(self) -> int:
         """Where the draft is interrupted, what comes in the way of the next round is the interruption: no bound."""
@@ -118,7 +127,9 @@ class Duo(Overlapped):
     def controller(self) -> Controller:
         start = Way("overlap", 1, MOST, self.options.lead)
         on = self.options.controller and self.options.interrupt
-        return Controller(start, self.table, anticipates=self.options.branches > 1, on=on)
+        _, *more = self._row_costs()  # most forwards that carry branches carry one
+        row_cost = more[0] - 1 if more else 0.0
+        return Controller(start, self.table, anticipates=bool(more), row_cost=row_cost, on=on)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Step]:
         if self.options.faithful:

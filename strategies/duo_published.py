@@ -13,14 +13,14 @@ word); a draw of exactly 0.0 that accepts a wrong token; drafting beyond the tok
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from ..errors import WorkerError
-from ..hardware.workers import Port
+from ..hardware.workers import Message, Port
 from ..models.base import CachedModel
-from ..models.remote import host_of
 from .ahead import REPORT, STOP, Report, make_note, values_of
 from .base import Draft, Request, Row, Step
+from .conversation import Conversation
 from .sampling import Sampling
 from .verify import Verifier
 
@@ -29,62 +29,76 @@ REPLY = 21  # epoch: 1 for (index, token) to go on with, 0 for a sequence; base:
 MOST_BRANCHES = 8
 
 
+@dataclass
+class _Accounts:
+    """Where the tokens went that the draft has posted: looked at by a verification, confirmed (the target came to the
+    first token of a sequence by itself), or wasted."""
+
+    looked: int = 0
+    confirmed: int = 0
+    wasted: int = 0
+
+    def late(self, message: Message) -> None:
+        if message.kind == SEQUENCES:
+            self.wasted += len(message.ids)
+
+
 def published_rounds(
     target: CachedModel, draft: CachedModel, request: Request, sampling: Sampling, gamma: int, facts: dict[str, Any]
 ) -> Iterator[Step]:
     """The target's side."""
-    host, verifier, row = host_of(draft), Verifier(sampling), Row(0, request)
+    verifier, row, accounts = Verifier(sampling), Row(0, request), _Accounts()
     limit = min(len(request.ids) + request.max_new_tokens - 1, target.context_length)
-    port = host.start(_draft_rounds, sampling, request, limit, gamma)
     block: list[int] = []  # in flight and not verified
-    rounds = wasted = in_flight = busy_ns = 0
-    in_step = True
+    rounds = in_flight = busy_ns = prefill_ns = 0
+    talk = Conversation(draft, accounts.late, _draft_rounds, sampling, request, limit, gamma)
     try:
-        while not request.done:
-            logits = target.advance([row.tokens.view(block)], len(block) + 1, [0])
-            (verdict,) = verifier.verify([row], [Draft(block)], logits)
-            busy_ns += target.last_forward_ns
-            drafted, accepted, rejected = len(block), verdict.accepted, tuple(block[verdict.accepted :])
-            row.tokens.extend(verdict.tokens)
-            message = port.wait()
-            assert message is not None
-            count, own = message.epoch, verdict.tokens[-1]
-            length = len(message.ids) // max(count, 1)
-            sequences = [message.ids[at * length : (at + 1) * length] for at in range(count)]
-            firsts = [sequence[0] for sequence in sequences]
-            if accepted == drafted and own in firsts:
-                chosen = firsts.index(own)
-                block = list(sequences[chosen][1 : 1 + row.room(target)])
-                port.send(REPLY, 0, chosen, (len(block) + 1,))
-            else:
-                block = []
-                port.send(REPLY, 1, accepted, (own,))
-            rounds, in_flight = rounds + 1, in_flight + bool(block)
-            thrown_away = len(message.ids) - len(block)
-            wasted += thrown_away
-            yield Step(0, verdict.tokens, drafted, accepted, (), thrown_away, rejected)
-    except WorkerError:  # the draft's side has ended and said why
-        in_step = False
-        raise
+        with talk:
+            while not request.done:
+                logits = target.advance([row.tokens.view(block)], len(block) + 1, [0])
+                (verdict,) = verifier.verify([row], [Draft(block)], logits)
+                busy_ns += target.last_forward_ns
+                prefill_ns = prefill_ns or busy_ns
+                drafted, accepted, rejected = len(block), verdict.accepted, tuple(block[verdict.accepted :])
+                row.tokens.extend(verdict.tokens)
+                accounts.looked += drafted
+                message = talk.wait()
+                count, own = message.epoch, verdict.tokens[-1]
+                length = len(message.ids) // max(count, 1)
+                sequences = [message.ids[at * length : (at + 1) * length] for at in range(count)]
+                firsts = [sequence[0] for sequence in sequences]
+                found = accepted == drafted and own in firsts
+                if found:
+                    chosen = firsts.index(own)
+                    block = list(sequences[chosen][1 : 1 + row.room(target)])
+                    talk.send(REPLY, 0, chosen, (len(block) + 1,))
+                else:
+                    block = []
+                    talk.send(REPLY, 1, accepted, (own,))
+                rounds, in_flight = rounds + 1, in_flight + bool(block)
+                thrown_away = len(message.ids) - found - len(block)
+                accounts.confirmed += found
+                accounts.wasted += thrown_away
+                yield Step(0, verdict.tokens, drafted, accepted, (), thrown_away, rejected)
     finally:
-        if in_step:
-            port.send(STOP)
-            message = port.wait()
-            while message is not None and message.kind != REPORT:
-                wasted += len(message.ids)
-                message = port.wait()
-            host.join()
-            report = Report(*message.ids) if message else Report()
-            facts |= {
-                "target_busy_ns": busy_ns,
-                "draft_busy_ns": report.busy_ns,
-                "draft_forwards": report.forwards,
-                "drafts_posted": report.posted,
-                "drafts_wasted": wasted,
-                "rounds": rounds,
-                "rounds_with_a_block": in_flight,
-                "branches": report.forks,
-            }
+        report = talk.report
+        facts |= {
+            "target_busy_ns": busy_ns,
+            "target_prefill_ns": prefill_ns,
+            "draft_busy_ns": report.busy_ns,
+            "draft_prefill_ns": report.prefill_ns,
+            "draft_forwards": report.forwards,
+            "draft_token_rows": report.token_rows,
+            "drafts_posted": report.posted,
+            "drafts_looked_at": accounts.looked,
+            "drafts_confirmed": accounts.confirmed,
+            "drafts_wasted": accounts.wasted + len(block),  # what is in flight at the end is not looked at any more
+            "rounds": rounds,
+            "rounds_with_a_block": in_flight,
+            "branches": report.forks,
+            "messages_sent": talk.sent,
+            "messages_received": talk.received,
+        }
 
 
 def _draft_rounds(model: CachedModel, port: Port, sampling: Sampling, request: Request, limit: int, gamma: int) -> None:
@@ -99,9 +113,8 @@ def _draft_rounds(model: CachedModel, port: Port, sampling: Sampling, request: R
         drafting.posted += sum(map(len, sequences))
         drafting.hear(sequences)
         budget = gamma
-    port.send(
-        REPORT, ids=Report(drafting.forwards, drafting.forwards, drafting.busy_ns, drafting.posted, 1, drafting.forks)
-    )
+    counts = drafting.busy_ns, drafting.posted, 1, drafting.forks, drafting.prefill_ns
+    port.send(REPORT, ids=Report(drafting.forwards, drafting.forwards, *counts))
 
 
 class _Rounds:
@@ -112,7 +125,7 @@ class _Rounds:
         self.text = self._row(0, list(request.ids))  # verified tokens and the block in flight
         self.verified = len(request.ids)
         self.cache_rows = [0]  # of the sequences of the latest round
-        self.forwards = self.busy_ns = self.posted = self.forks = 0
+        self.forwards = self.busy_ns = self.prefill_ns = self.posted = self.forks = 0
         self.stopped = False
 
     def draft(self, budget: int) -> list[list[int]]:
@@ -165,6 +178,8 @@ class _Rounds:
             logits = self.model.advance([probe.tokens.view()], 1, [probe.index])
             self.forwards += 1
             self.busy_ns += self.model.last_forward_ns
+            if self.forwards == 1:
+                self.prefill_ns = self.busy_ns
             ((token, _),) = self.verifier.choose_drafts(logits, [probe], [()])
             note = make_note(self.values(logits[0], probe), token, MOST_BRANCHES)
             ranked[step] = [(token, note.confidence), *note.others]

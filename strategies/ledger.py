@@ -28,6 +28,8 @@ class Ledger:
 
     Attributes:
         posted, looked, confirmed, wasted: draft tokens so far.
+        branched: of those posted, how many continue another line than the oldest live one.
+        rescued: tokens that were ready on another line when the oldest one turned out to be wrong.
     """
 
     def __init__(self, text: TokenBuffer) -> None:
@@ -36,6 +38,7 @@ class Ledger:
         self._lines: dict[int, list[_Entry]] = {}  # what live lines say from there on
         self._newest = 0
         self.posted = self.looked = self.confirmed = self.wasted = 0
+        self.branched = self.rescued = 0
 
     def draft(self, number: int, base: int, ids: Sequence[int]) -> None:
         """A line goes on with `ids` at position `base`, or begins there."""
@@ -47,6 +50,7 @@ class Ledger:
                 return
             self._newest = number
             line = self._lines[number] = []
+        self.branched += len(ids) if number > min(self._lines) else 0
         late = min(max(self._length - base, 0), len(ids))
         self.wasted += late
         if late and list(ids[:late]) != self._text.view()[base : base + late].tolist():
@@ -95,9 +99,12 @@ class Ledger:
                 self.confirmed += entry.open
                 entry.open = False
             del line[: len(tokens)]
+        oldest = min(self._lines, default=None)
         for number in self._lines.keys() - agreeing:
             self._end(number)
         self._length += len(tokens)
+        if oldest not in agreeing and self._lines:
+            self.rescued += len(self._lines[min(self._lines)])
         return any(self._lines.values())
 
     def close(self) -> None:

@@ -11,20 +11,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any, ClassVar
 
-from ..errors import UsageError, WorkerError
+from ..errors import UsageError
 from ..hardware.overlap import Costs
-from ..hardware.workers import Message, Port
-from ..models.remote import host_of
+from ..hardware.workers import Message
 from . import ahead
-from .ahead import Report, Settings, draft_ahead
+from .ahead import Settings, draft_ahead
 from .base import Draft, Request, Row, Step, Strategy
 from .controller import Controller, Way, ways
+from .conversation import Conversation
 from .ledger import Ledger
 from .sampling import Sampling
 from .side_by_side import measure_costs
 from .verify import Verifier
 
 MOST = 12  # draft tokens per verification, where no option says otherwise
+ROWS_SHARE = 0.25  # of the branches that are allowed, how many a draft step carries on average
 
 
 class Overlapped(Strategy):
@@ -62,8 +63,13 @@ class Overlapped(Strategy):
         draft = self.models["draft"]
         branches = min(self.settings().branches, draft.max_rows)
         draft.reserve(branches, tokens)
-        self.costs = measure_costs(self.target, draft, tokens, branches)
-        self.table = ways(self.costs, MOST, self.settings().lead, (1 + branches) / 2)
+        self.go_by(measure_costs(self.target, draft, tokens, branches))
+
+    def go_by(self, costs: Costs) -> None:
+        """Lets settings and controllers decide by these costs."""
+        settings = self.settings()
+        self.costs = costs
+        self.table = ways(costs, MOST, settings.lead, 1 + ROWS_SHARE * (settings.branches - 1))
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Step]:
         if len(requests) != 1:
@@ -75,62 +81,57 @@ class _Verifying:
     """The state of one request on the target's side."""
 
     def __init__(self, strategy: Overlapped, request: Request, sampling: Sampling) -> None:
-        self.target, self.draft = strategy.target, strategy.models["draft"]
-        self.request, self.sampling, self.facts = request, sampling, strategy.facts
+        self.target, self.request, self.sampling = strategy.target, request, sampling
+        self.facts = strategy.facts
         self.settings, self.controller = strategy.settings(), strategy.controller()
         self.after_round = getattr(strategy.options, "first_token", "") == "after_round"
         self.tells_rounds = strategy.tells_rounds
         self.row = Row(0, request)
         self.ledger = Ledger(self.row.tokens)
-        self.rounds = self.sent = self.received = self.busy_ns = self.rejected = self.hits = self.bonus_hits = 0
+        self.rounds = self.busy_ns = self.prefill_ns = self.rejected = self.hits = self.bonus_hits = 0
         self.idle: tuple[int, int] | None = None  # (rounds, verified length) that the draft last ran out of work at
-        self.report = Report()
-        self.port: Port | None = None
+        limit = min(len(request.ids) + request.max_new_tokens - 1, self.target.context_length)
+        args = sampling, request, limit, self.settings
+        self.talk = Conversation(strategy.models["draft"], self._take, draft_ahead, *args)
 
     def run(self) -> Iterator[Step]:
-        host = host_of(self.draft)
-        limit = min(len(self.request.ids) + self.request.max_new_tokens - 1, self.target.context_length)
-        args = self.sampling, self.request, limit, self.settings
-        self.port = host.start(draft_ahead, *args)
-        in_step = True
         try:
-            yield from self._steps()
-        except WorkerError:  # the draft's side has ended and said why
-            in_step = False
-            raise
+            with self.talk:
+                yield from self._steps()
         finally:
-            if in_step:
-                self._end()
-                host.join()
+            self._close_accounts()
 
     def _steps(self) -> Iterator[Step]:
-        assert self.port is not None
-        verifier, row, way = Verifier(self.sampling), self.row, self.controller.way
-        self._pace(way)
-        draft, told = Draft(()), 0  # nothing is waited for before the first token is out
+        verifier, row, ledger = Verifier(self.sampling), self.row, self.ledger
+        self._pace()
+        draft = Draft(())  # nothing is waited for before the first token is out
+        wasted = branched = rescued = 0  # as far as they have been told
         while not self.request.done:
             logits = self.target.advance([row.tokens.view(draft.tokens)], len(draft.tokens) + 1, [0])
             (verdict,) = verifier.verify([row], [draft], logits)
             start = len(row.tokens)
             row.tokens.extend(verdict.tokens)
             self.busy_ns += self.target.last_forward_ns
+            if row.new_tokens == 1:
+                self.prefill_ns = self.busy_ns
             self._listen()  # before the news goes out: what was drafted after it is about a longer text
-            self._send(ahead.VERIFIED, base=start, ids=verdict.tokens)
-            hit = self.ledger.verified(verdict.tokens, len(draft.tokens))
+            self.talk.send(ahead.VERIFIED, base=start, ids=verdict.tokens)
+            hit = ledger.verified(verdict.tokens, len(draft.tokens))
             drafted, accepted = len(draft.tokens), verdict.accepted
             if self.after_round and row.new_tokens == 1:
                 self._wait(1)
-            rejected = tuple(draft.tokens[accepted:])
-            wasted, told = self.ledger.wasted - told, self.ledger.wasted
-            yield Step(0, verdict.tokens, drafted, accepted, (), wasted, rejected)
+            thrown_away, wasted = ledger.wasted - wasted, ledger.wasted
+            yield Step(0, verdict.tokens, drafted, accepted, (), thrown_away, tuple(draft.tokens[accepted:]))
             if self.request.done:
                 return
             if not self.settings.interrupt:  # only now is known what it has prepared
                 self._wait(None)
-                hit = bool(self.ledger.best())
+                hit = bool(ledger.best())
             self._count(drafted, accepted, hit)
-            if self.controller.observe(drafted, accepted, len(verdict.tokens), hit):
-                self._pace(self.controller.way)
+            rows, branched = ledger.branched - branched, ledger.branched
+            ready, rescued = ledger.rescued - rescued, ledger.rescued
+            if self.controller.observe(drafted, accepted, len(verdict.tokens), hit, rows, ready):
+                self._pace()
             draft = self._next()
 
     def _next(self) -> Draft:
@@ -143,15 +144,14 @@ class _Verifying:
         tokens = self.ledger.best()[: min(way.most, room)]
         if self.tells_rounds:
             self.rounds += 1
-            self._send(ahead.ROUND, epoch=self.rounds, base=len(self.row.tokens) + len(tokens))
+            self.talk.send(ahead.ROUND, epoch=self.rounds, base=len(self.row.tokens) + len(tokens))
         return Draft(tokens)
 
     def _wait(self, need: int | None) -> None:
         """Until so many draft tokens are there (None: until the draft has ended its round), or none will come."""
-        assert self.port is not None
         self._listen()
         while not self._out_of_work(need is None) and (need is None or len(self.ledger.best()) < need):
-            self._take(self.port.wait())
+            self._take(self.talk.wait())
 
     def _out_of_work(self, round_only: bool) -> bool:
         if self.idle is None:
@@ -159,31 +159,21 @@ class _Verifying:
         return self.idle[0] == self.rounds and (round_only or self.idle[1] == len(self.row.tokens))
 
     def _listen(self) -> None:
-        assert self.port is not None
-        while (message := self.port.receive()) is not None:
+        while (message := self.talk.receive()) is not None:
             self._take(message)
 
-    def _take(self, message: Message | None) -> None:
-        if message is None:
-            return
-        self.received += 1
+    def _take(self, message: Message) -> None:
         if message.kind == ahead.DRAFT:
             self.ledger.draft(message.epoch, message.base, message.ids)
         elif message.kind == ahead.FORK:
             self.ledger.fork(message.epoch, message.base, message.ids[0], message.ids[1:])
         elif message.kind == ahead.IDLE:
             self.idle = message.epoch, message.base
-        elif message.kind == ahead.REPORT:
-            self.report = Report(*message.ids)
 
-    def _send(self, kind: int, epoch: int = 0, base: int = 0, ids: Sequence[int] = ()) -> None:
-        assert self.port is not None
-        self.sent += 1
-        self.port.send(kind, epoch, base, ids)
-
-    def _pace(self, way: Way) -> None:
+    def _pace(self) -> None:
         self.idle = None
-        self._send(ahead.PACE, epoch=self.settings.branches if way.mode == "overlap" else 1, base=way.lead)
+        way, branches = self.controller.way, self.settings.branches if self.controller.branching else 1
+        self.talk.send(ahead.PACE, epoch=branches, base=way.lead)
 
     def _count(self, drafted: int, accepted: int, hit: bool) -> None:
         if accepted < drafted:
@@ -192,17 +182,14 @@ class _Verifying:
         elif drafted:
             self.bonus_hits += hit
 
-    def _end(self) -> None:
-        """Stops the draft, which first finishes the forward that it is in."""
-        assert self.port is not None
-        self._send(ahead.STOP)
-        while not self.report.lines:
-            self._take(self.port.wait())
+    def _close_accounts(self) -> None:
         self.ledger.close()
-        ledger, report = self.ledger, self.report
+        ledger, report, controller = self.ledger, self.talk.report, self.controller
         self.facts |= {
             "target_busy_ns": self.busy_ns,
+            "target_prefill_ns": self.prefill_ns,
             "draft_busy_ns": report.busy_ns,
+            "draft_prefill_ns": report.prefill_ns,
             "draft_forwards": report.forwards,
             "draft_token_rows": report.token_rows,
             "drafts_posted": ledger.posted,
@@ -211,15 +198,18 @@ class _Verifying:
             "drafts_wasted": ledger.wasted,
             "lines": report.lines,
             "branches": report.forks,
+            "branch_tokens": ledger.branched,
+            "branch_tokens_ready": ledger.rescued,
+            "branch_switches": controller.branch_switches,
             "rejections": self.rejected,
             "rejections_anticipated": self.hits,
             "bonus_tokens_hit": self.bonus_hits,
-            "messages_sent": self.sent,
-            "messages_received": self.received,
-            "alpha": round(self.controller.alpha, 4),
-            "mode": self.controller.way.mode,
-            "mode_changes": self.controller.changes,
-            **{f"steps_{mode}": count for mode, count in sorted(self.controller.steps.items())},
+            "messages_sent": self.talk.sent,
+            "messages_received": self.talk.received,
+            "alpha": round(controller.alpha, 4),
+            "mode": controller.way.mode,
+            "mode_changes": controller.changes,
+            **{f"steps_{mode}": count for mode, count in sorted(controller.steps.items())},
         }
 
 

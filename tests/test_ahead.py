@@ -167,6 +167,84 @@ def test_a_note_ranks_what_came_next():
     assert make_note(logits, best, 4, enough=0.0).others == []
 
 
+def test_no_notes_are_made_while_no_branches_are_allowed(monkeypatch):
+    """A note is a softmax over the vocabulary. In turns, in plain steps and in `async` nobody asks for it."""
+    monkeypatch.setattr(ahead, "make_note", lambda *given: pytest.fail("a note was made"))
+    _, posted = play(settings=Settings(lead=4))
+    assert len(drafted(posted)) == 4
+    says = [(0, Message(ahead.PACE, 1, 4))]
+    drafting, posted = play(says, Settings(lead=4, branches=4, worth=0.01))
+    assert len(drafted(posted)) == 4
+    assert drafting.lines[0].notes == {}
+    assert all(message.confidences == () for message in posted)
+
+
+def test_branches_rest_as_soon_as_they_are_not_allowed_any_more():
+    settings = Settings(lead=8, branches=4, worth=0.01)
+    _, posted = play([(3, Message(ahead.ROUND, 1, 6))], settings)
+    first = next(i for i, message in enumerate(posted) if message.kind == ahead.FORK)
+    says = [(3, Message(ahead.ROUND, 1, 6)), (first + 1, Message(ahead.PACE, 1, 8))]
+    _, posted = play(says, settings)
+    switched = max(i for i, message in enumerate(posted) if message.kind == ahead.FORK)
+    later = [message.epoch for message in posted[switched + 5 :] if message.kind == ahead.DRAFT]
+    assert later
+    assert set(later) == {1}
+    assert len(drafted(posted)) == 8
+
+
+def test_notes_that_are_missing_begin_no_branch():
+    """Tokens drafted while no branches were allowed: nothing is known of their next-ranked ones."""
+    says = [(0, Message(ahead.PACE, 1, 8)), (3, Message(ahead.ROUND, 1, 6)), (4, Message(ahead.PACE, 4, 8))]
+    _, posted = play(says, Settings(lead=8, branches=4, worth=0.01))
+    assert not [message for message in posted if message.kind == ahead.FORK]
+    assert len(drafted(posted)) == 8
+
+
+def test_a_row_that_costs_more_than_it_brings_is_not_given():
+    says = [(3, Message(ahead.ROUND, 1, 6)), (14, Message(ahead.STOP))]
+    for row_costs, branches in (((), True), ((1.0, 200.0, 400.0, 600.0), False)):
+        settings = Settings(lead=30, branches=4, worth=0.01, row_costs=row_costs)
+        _, posted = play(says, settings)
+        assert any(message.kind == ahead.FORK for message in posted) == branches
+        assert any(message.kind == ahead.DRAFT and message.epoch > 1 for message in posted) == branches
+        assert drafted(posted) == greedy([3, 1, 4], len(drafted(posted)))
+
+
+def test_a_branch_costs_nothing_beside_a_main_line_that_rests():
+    settings = Settings(lead=5, branches=4, worth=0.01, row_costs=(1.0, 200.0, 400.0, 600.0))
+    _, posted = play([(3, Message(ahead.ROUND, 1, 6))], settings)
+    ends = max(i for i, message in enumerate(posted) if message.kind == ahead.DRAFT and message.epoch == 1)
+    forks = [i for i, message in enumerate(posted) if message.kind == ahead.FORK]
+    assert forks
+    assert min(forks) > ends
+
+
+def test_the_draft_learns_how_often_it_is_right_from_what_is_verified():
+    """Its first token is replaced by the target's: it was as sure as its note says, and is told to be less so."""
+    text = greedy([3, 1, 4], 1)
+    wrong = (text[0] + 1) % VOCAB
+    settings = Settings(lead=4, branches=2, worth=0.01)
+    before, _ = play((), settings)
+    note = before.lines[0].notes[3]
+    assert before.calibration.chance(note.confidence, first=True) == pytest.approx(note.confidence)
+    after, _ = play([(4, Message(ahead.VERIFIED, 0, 3, (wrong,)))], settings)
+    assert after.calibration.chance(note.confidence, first=True) < note.confidence
+    right, _ = play([(4, Message(ahead.VERIFIED, 0, 3, tuple(text)))], settings)
+    assert right.calibration.chance(note.confidence, first=True) > note.confidence
+
+
+def test_the_first_forward_is_the_prefill():
+    class Ticking(TableModel):
+        def advance(self, contexts, last=1, rows=None):
+            logits = super().advance(contexts, last, rows)
+            self.last_forward_ns = 100 * sum(self.forwards[-1])
+            return logits
+
+    _, posted = play(settings=Settings(lead=4), model=Ticking(VOCAB, seed=1))
+    report = ahead.Report(*posted[-1].ids)
+    assert (report.prefill_ns, report.busy_ns) == (300, 600)
+
+
 # The target's book
 
 
@@ -262,3 +340,25 @@ def test_accounts_add_up_whatever_comes(seed):
         length += len(taken) + 1
         lines = {line: max(end, length) for line, end in lines.items()}
     assert accounts(ledger)[0] > 50
+
+
+def test_rows_of_branches_are_counted_and_what_was_ready_when_one_was_needed():
+    ledger, verified = book()
+    ledger.draft(1, 2, (1, 2, 3))
+    ledger.fork(2, 2, 1, (1, 5))
+    assert ledger.branched == 0  # no forward was needed for it
+    ledger.draft(2, 4, (6, 7))
+    ledger.draft(1, 5, (4,))
+    assert ledger.branched == 2
+    assert verified(1, 2, looked=1)
+    assert ledger.rescued == 0  # the main line was right
+    ledger, verified = book()
+    ledger.draft(1, 2, (1, 2, 3))
+    ledger.fork(2, 2, 1, (1, 5))
+    ledger.draft(2, 4, (6, 7))
+    assert verified(1, 5, looked=3)
+    assert ledger.rescued == 2
+    ledger.draft(2, 6, (8,))
+    assert ledger.branched == 2  # it is the main line now
+    assert not verified(9)
+    assert ledger.rescued == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from toys import TableModel, TickingClock, decode, requests
 
@@ -10,6 +12,7 @@ from specbench.hardware.clock import Drain
 from specbench.hardware.overlap import Costs
 from specbench.options import build
 from specbench.results.measure import Ending, measure
+from specbench.strategies.branching import LEAST, UNKNOWN_ROW_COST
 from specbench.strategies.duo import Duo, Options
 from specbench.strategies.duo_published import _branches
 from specbench.strategies.sampling import Sampling
@@ -28,10 +31,17 @@ class Confident(TableModel):
             self.table[:, token].scatter_(-1, best.indices, best.values.new_tensor([5.0, 5.2]).expand(VOCAB, 2))
 
 
-def run(given=None, draft=None, limit=60, seed=4, costs=None):
-    strategy = Duo(
-        {"target": TableModel(VOCAB, seed=1), "draft": draft or Confident()}, build(Options, given or {}, "duo")
-    )
+class Unhurried(TableModel):
+    """A target that leaves the draft time for a few steps."""
+
+    def advance(self, contexts, last=1, rows=None):
+        time.sleep(0.002)
+        return super().advance(contexts, last, rows)
+
+
+def run(given=None, draft=None, limit=60, seed=4, costs=None, target=None):
+    models = {"target": target or TableModel(VOCAB, seed=1), "draft": draft or Confident()}
+    strategy = Duo(models, build(Options, given or {}, "duo"))
     strategy.costs = costs
     (request,) = requests(1, VOCAB, limit=limit, seed=seed)
     (row,) = measure(strategy, [request], Sampling(), Ending(), TickingClock(), Drain())
@@ -98,15 +108,51 @@ def test_first_token_does_not_wait_for_the_draft_unless_it_is_asked_to():
         generation.close()
 
 
-def test_budget_and_worth_follow_the_measured_costs():
+def test_budget_and_row_costs_follow_the_measured_costs():
     costs = Costs(lambda n: 100 + 5 * n, lambda r: 30 * (1 + 0.2 * (r - 1)), 1.0, 1.0)
     strategy, _ = run({"interrupt": False}, costs=costs)
     assert strategy.settings().budget == 4  # 4 steps take 120 ms, and so does a verification of 4 drafts and a token
-    assert strategy.settings().worth == pytest.approx(0.2)
+    assert strategy.settings().row_costs == pytest.approx((1, 1.2, 1.4, 1.6))
+    assert strategy.settings().worth == LEAST
     strategy, _ = run({}, costs=costs)
     assert strategy.settings().budget == 0  # what interrupts it is the target
     strategy, _ = run({"budget": 6, "worth": 0.3}, costs=costs)
-    assert (strategy.settings().budget, strategy.settings().worth) == (6, 0.3)
+    settings = strategy.settings()
+    assert (settings.budget, settings.worth, settings.row_costs) == (6, 0.3, ())  # by a number, none needs to pay
+    strategy, _ = run({"batched": False}, costs=costs)
+    assert strategy.settings().row_costs == (1, 2, 3, 4)
+    strategy, _ = run({"branches": 2})
+    assert strategy.settings().row_costs == (1, 1 + UNKNOWN_ROW_COST)
+    noisy = Costs(lambda n: 100.0, lambda r: {1: 30.0, 2: 36.0, 3: 33.0, 4: 45.0}[r])
+    strategy, _ = run({}, costs=noisy)
+    assert strategy.settings().row_costs == (1, 1.2, 1.2, 1.5)  # more rows take no less
+
+
+def test_a_dear_row_is_given_to_fewer_branches():
+    """In lock-step, where nothing depends on timing: rows that cost nothing, and rows that cost a forward each."""
+    rows = []
+    for more in (0.0, 1.0):
+        costs = Costs(lambda n: 100.0, lambda r, more=more: 30 * (1 + more * (r - 1)))
+        draft = TableModel(VOCAB, seed=1, twist=0.5)
+        _, row = run({"interrupt": False, "budget": 8}, draft, costs=costs)
+        rows.append(row.facts["draft_token_rows"] - row.facts["draft_forwards"])
+    assert rows[0] > 2 * rows[1]
+
+
+def test_branches_that_are_never_needed_are_switched_off():
+    """The draft wavers at every token and is always right, so that its branches bring nothing."""
+    wavering = Confident()
+    for token in range(VOCAB):
+        best = wavering.table[:, token].topk(2, dim=-1)
+        wavering.table[:, token] = -20.0
+        wavering.table[:, token].scatter_(-1, best.indices, best.values.new_tensor([5.2, 5.0]).expand(VOCAB, 2))
+    given = {"branch_rule": "off", "worth": 0.02}
+    _, row = run(given, wavering, limit=400, target=Unhurried(VOCAB, seed=1))
+    assert row.facts["rejections"] == 0
+    assert row.facts["branch_switches"] >= 1
+    _, kept = run({**given, "controller": False}, wavering, limit=400, target=Unhurried(VOCAB, seed=1))
+    assert kept.facts["branch_switches"] == 0
+    assert row.facts["branch_tokens"] < kept.facts["branch_tokens"]
 
 
 # As published

@@ -1,4 +1,4 @@
-"""The cost model of two devices: its limits, its closed forms against its simulator, and what may only grow."""
+"""The cost model of two devices: its limits, its closed forms, and what may only grow."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 
 from specbench.hardware.overlap import (
     Costs,
-    Policy,
     best_policy,
     best_sequential,
     ideal,
@@ -14,10 +13,7 @@ from specbench.hardware.overlap import (
     perfect_rate,
     plain_rate,
     published_tokens_per_pass,
-    random_ranks,
     sequential_rate,
-    simulate_overlap,
-    simulate_published,
 )
 
 
@@ -65,33 +61,11 @@ def test_in_turns_the_best_policy_is_speculative_decoding(alpha):
     assert found.rate == pytest.approx(best_sequential(costs(), alpha, 12)[0], rel=0.002)
 
 
-@pytest.mark.parametrize("alpha", [0.5, 0.7, 0.9, 0.97])
-@pytest.mark.parametrize("draft", [10.0, 30.0, 50.0])
-def test_the_simulator_agrees_with_the_decision_process(alpha, draft):
-    """Within 5 %: the process counts the lead in quarters of a step and takes the mean of what a rejection costs."""
-    for given in (costs(draft), costs(draft, 1.1, 1.15)):
-        policy = best_policy(given, alpha)
-        assert simulate_overlap(given, random_ranks(alpha, 0.0, 60_000), policy) == pytest.approx(policy.rate, rel=0.05)
-
-
-def test_no_policy_that_the_simulator_can_run_is_much_better_than_the_best_one():
-    given, ranks = costs(), random_ranks(0.85, 0.0, 40_000)
-    best = best_policy(given, 0.85)
-    for need in range(0, 7):
-        other = Policy(0.0, need, 8)
-        assert simulate_overlap(given, ranks, other) <= best.rate * 1.04
-
-
 @pytest.mark.parametrize(("alpha", "expected"), [(0.5, 1.33), (0.6, 1.56), (0.7, 1.96), (0.8, 2.74), (0.9, 4.75)])
 def test_published_protocol_has_its_closed_form(alpha, expected):
-    """Two states, a block of 16 in flight or not; the simulator agrees within 3 %."""
+    """Two states, a block of 16 in flight or not."""
     assert published_tokens_per_pass(alpha, 16) == pytest.approx(expected, abs=0.01)
-    ranks = random_ranks(alpha, 0.6, 200_000)
-    assert simulate_published(ranks, 16) == pytest.approx(expected, rel=0.03)
-    first = alpha + 0.6 * (1 - alpha)
-    branched = published_tokens_per_pass(alpha, 16, first)
-    assert simulate_published(ranks, 16, branches=2) == pytest.approx(branched, rel=0.03)
-    assert branched > published_tokens_per_pass(alpha, 16)
+    assert published_tokens_per_pass(alpha, 16, alpha + 0.6 * (1 - alpha)) > published_tokens_per_pass(alpha, 16)
 
 
 def test_published_protocol_without_a_right_first_token_is_plain_decoding():
@@ -120,9 +94,3 @@ def test_nothing_beats_the_ceiling():
             ceiling = perfect_rate(costs(draft), alpha, 12)
             for hit in (0.0, 1.0):
                 assert best_policy(costs(draft), alpha, hit=hit).rate <= ceiling * 1.001
-
-
-def test_a_prepared_rejection_costs_no_empty_round():
-    ranks = random_ranks(0.7, 0.6, 40_000)
-    policy = best_policy(costs(), 0.7)
-    assert simulate_overlap(costs(), ranks, policy, prepares=True) > 1.08 * simulate_overlap(costs(), ranks, policy)
