@@ -7,9 +7,10 @@
 
 Arms are interleaved prompt by prompt on one set of loaded models and take turns at going first: plain decoding,
 `speculative` once per length, `lookup`, `cascade` on its automatic schedule, and `cascade` with fixed lengths for the
-sweep that the schedule has to keep up with. Speed-ups are sums of decode times over the same prompts, with bootstrap
-intervals. Every arm's tokens are compared with plain decoding's. The ceiling is what the cost model gives for the best
-fixed lengths with the acceptance that was measured: where a goal is missed, it says how much there was to be had.
+sweep that the schedule has to keep up with. The target reads a prompt once for all arms, outside the clock. Speed-ups
+are sums of decode times over the same prompts, with bootstrap intervals. Every arm's tokens are compared with plain
+decoding's. The ceiling is what the cost model gives for the best fixed lengths with the acceptance that was measured:
+where a goal is missed, it says how much there was to be had.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ def main(argv: list[str] | None = None) -> int:
         arm.strategy.prepare(1, needed)
     rounds = 0
     for one in prepared:
-        rounds = measure_task(one, arms, args, rounds)
+        rounds = measure_task(one, arms, args, rounds, reader=models["target"])
     curves = cost_curves(models, 1, needed)  # as the schedule had them
     tasks = {one.plan.task[0]: report_task(one.plan.task[0], arms, curves) for one in prepared}
     document = {

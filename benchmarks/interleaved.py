@@ -8,13 +8,15 @@ each is also appended to a file beside it as soon as it is there, so that a benc
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from specbench.hardware.clock import Clock, Drain
+from specbench.models.base import CachedModel
 from specbench.results.listener import Listener
 from specbench.results.measure import Ending, Outcome, measure
 from specbench.results.plan import Plan, check, parse_option
@@ -43,11 +45,11 @@ class Note(Listener):
     note = warn = stage
 
 
-def parser_of(description: str | None) -> argparse.ArgumentParser:
+def parser_of(description: str | None, draft_required: bool = True) -> argparse.ArgumentParser:
     """With the arguments that all these benchmarks have."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
-    parser.add_argument("--draft", required=True, help="where it applies several, from large to small: A,B")
+    parser.add_argument("--draft", required=draft_required, help="where it applies several, from large to small: A,B")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tasks", default="bundled=16", help="task=prompts, comma-separated")
     parser.add_argument("--task-option", action="append", default=[], help="spec-bench.path=FILE")
@@ -90,6 +92,7 @@ def measure_task(
     rounds: int,
     drain: Callable[[], None] | None = None,
     before: Callable[[Arm], None] = lambda arm: None,
+    reader: CachedModel | None = None,
 ) -> int:
     """All arms on every prompt in turn; the order moves on by one each time.
 
@@ -97,6 +100,9 @@ def measure_task(
         rounds: how many rounds there were before, of earlier tasks; returned with those of this one added.
         drain: waits for devices and workers.
         before: called before each sample, untimed.
+        reader: the target of all arms, where only decode times are compared: it reads each prompt once, untimed, and
+            keeps it for all arms, each of which computes the last token again. Times to the first token then mean
+            nothing; drafts read the prompt themselves, inside the clock, as ever.
     """
     arms, task = list(arms), prepared.plan.task[0]
     sampling, clock = prepared.plan.sampling(prepared.eos), Clock()
@@ -107,21 +113,37 @@ def measure_task(
         before(arm)
         measure(arm.strategy, [Request(0, prepared.codec.encode(text), 16)], sampling, Ending(), clock, wait)
     for number, turn in enumerate(turns, 1):
-        for repeat in range(args.repeats):
-            first = rounds % len(arms)
-            rounds += 1
-            for arm in arms[first:] + arms[:first]:
-                before(arm)
-                ending = Ending(frozenset(prepared.eos), turn.prompt.stop, prepared.codec.decode)
-                request = Request(turn.key, turn.ids, turn.max_new_tokens)
-                (outcome,) = measure(arm.strategy, [request], sampling, ending, clock, wait)
-                sample = to_sample(arm.name, task, turn, repeat, outcome)
-                arm.samples.setdefault(task, []).append(sample)
-                if args.out:
-                    with args.out.with_suffix(".samples.jsonl").open("a", encoding="utf-8") as file:
-                        file.write(line_of(sample))
+        ending = Ending(frozenset(prepared.eos), turn.prompt.stop, prepared.codec.decode)
+        with _read(reader, turn):
+            for repeat in range(args.repeats):
+                first = rounds % len(arms)
+                rounds += 1
+                for arm in arms[first:] + arms[:first]:
+                    before(arm)
+                    request = Request(turn.key, turn.ids, turn.max_new_tokens)
+                    (outcome,) = measure(arm.strategy, [request], sampling, ending, clock, wait)
+                    sample = to_sample(arm.name, task, turn, repeat, outcome)
+                    arm.samples.setdefault(task, []).append(sample)
+                    if args.out:
+                        with args.out.with_suffix(".samples.jsonl").open("a", encoding="utf-8") as file:
+                            file.write(line_of(sample))
         print(f"{task}: {number} of {len(turns)} prompts", file=sys.stderr, flush=True)
     return rounds
+
+
+@contextlib.contextmanager
+def _read(reader: CachedModel | None, turn: Turn) -> Iterator[None]:
+    """Has the model read the prompt, and keep it whatever `reset` and `forget` say."""
+    if reader is None:
+        yield
+        return
+    reader.reset()
+    reader.advance([turn.ids])
+    reader.reset, reader.forget = (lambda: None), (lambda row: None)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del reader.reset, reader.forget  # type: ignore[attr-defined]
 
 
 def to_sample(arm: str, task: str, turn: Turn, repeat: int, outcome: Outcome) -> Sample:

@@ -189,6 +189,11 @@ class TargetDrafter(Drafter):
             drafts.append(Draft(proposal.tokens, proposal.probs, (*self.accounts.take(row), *direct, way)))
         return drafts
 
+    def begin(self, row: Row) -> None:
+        self._latest.pop(row.index, None)
+        self.accounts.begin(row)
+        self.feed.begin(row)
+
     def reset(self) -> None:
         self._latest.clear()
         self.feed.reset()
@@ -276,6 +281,7 @@ class Cascade(Strategy):
     source = "Chen et al. 2023 (CS Drafting)"
     roles = ("target", "draft")
     optional_roles = ("draft2", "draft3")
+    continuous = True
     Options = Options
 
     def __init__(self, models: Mapping[str, CachedModel], options: Options) -> None:

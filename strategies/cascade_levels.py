@@ -47,6 +47,10 @@ class Accounts:
     def take(self, row: Row) -> tuple[Level, ...]:
         return tuple(Level(*counts) for counts in self._rows.pop(row.index, [[0] * 4] * self.levels))
 
+    def begin(self, row: Row) -> None:
+        """Drops what was counted for another request of that row and never asked for."""
+        self._rows.pop(row.index, None)
+
 
 class Feed(Drafter):
     """What makes the drafts for one reviewer, the target or a level of a cascade, out of the levels below it."""
@@ -132,6 +136,13 @@ class CascadeDrafter(Drafter):
             )
         return made
 
+    def begin(self, row: Row) -> None:
+        self.model.forget(row.index)
+        self.known.pop(row.index, None)
+        self._calls.pop(row.index, None)
+        if self.inner is not None:
+            self.inner.begin(row)
+
     def reset(self) -> None:
         self.known.clear()
         self._calls.clear()
@@ -194,6 +205,10 @@ class Stages(Feed):
                     break
                 live = [i for i, part in zip(live, made, strict=True) if part.tokens and done[i] < reaches[i]]
         return [joined(found, limit) if found else NOTHING for found, limit in zip(parts, limits, strict=True)]
+
+    def begin(self, row: Row) -> None:
+        for drafter, _ in self.stages:
+            drafter.begin(row)
 
     def reset(self) -> None:
         for drafter, _ in self.stages:

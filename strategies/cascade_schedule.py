@@ -13,7 +13,8 @@ and whatever the n-gram level can add behind it is taken by the same rule, where
 review: a horizontal cascade. A level that does not pay is thereby bypassed. What the n-gram level would have said is
 compared with what came in every round, so its shares stay current for nothing; the neural level is tried again after
 `probe` rounds without it, if it could pay at all. A draft model that has not read a row yet has to read all of it
-first; that is set against the tokens that the row may still get.
+first; that is set against the tokens that the row may still get, after a few rounds have shown how fast the row gets on
+without it: where the text repeats, the n-gram level says so at once.
 
 All of this is kept per row and forgotten between prompts. Times are the curves', not those of the moment, so that the
 same tokens always meet the same decisions.
@@ -21,6 +22,7 @@ same tokens always meet the same decisions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -41,6 +43,8 @@ KEPT = 0.97  # of the weight of an observation, with every later one of its kind
 WORTH = 1.02  # how much faster than plain decoding a draft has to promise to be: making one takes time of its own
 LEAST = 0.01  # of a one-token forward, what one more token costs at the least
 PAYS_BACK = 32  # tokens over which it pays to read what a level has missed
+PATIENCE = 2  # rounds before a draft model reads a row for the first time
+LATELY = 0.8  # of the weight of a round in the running speed without a draft model, with every later round
 HOPE = 0.9  # share of right tokens with which a bypassed draft model has to pay to be tried again
 assert len(SURE) == len(CONFIDENCES) + 1
 
@@ -72,11 +76,17 @@ class _State:
     rounds: int = 0
     since_neural: int = 0
     said: Proposal = NOTHING  # what the n-gram level said at the row's end in the latest round
+    made: float = 0.0  # tokens of the latest rounds without the neural level, and
+    spent_ms: float = 0.0  # what their reviews took
 
     def right(self, sign: int) -> Share:
         if sign not in self.ngram:
             self.ngram[sign] = Share(share_of(sign))
         return self.ngram[sign]
+
+    def without_draft(self, plain_ms: float) -> float:
+        """Tokens per millisecond of late without the neural level; one plain round is taken for granted."""
+        return (1 + self.made) / (plain_ms + self.spent_ms)
 
 
 @dataclass(frozen=True)
@@ -169,7 +179,20 @@ class Scheduled(Feed):
             drafted = self._draft([rows[i] for i in neural], [limits[i] for i in neural], [plans[i] for i in neural])
             for i, proposal in zip(neural, drafted, strict=True):
                 made[i] = proposal
+        times = self.times.of(len(rows))
+        for row, plan, proposal in zip(rows, plans, made, strict=True):
+            if plan.way != NEURAL:
+                state = self._state(row)
+                state.spent_ms = LATELY * state.spent_ms + times[len(proposal.tokens) + 1]
         return made
+
+    def begin(self, row: Row) -> None:
+        self._states.pop(row.index, None)
+        self.ways.pop(row.index, None)
+        if self.level is not None:
+            self.level.begin(row)
+        if self.ngram is not None:
+            self.ngram.begin(row)
 
     def reset(self) -> None:
         self._states.clear()
@@ -182,6 +205,8 @@ class Scheduled(Feed):
     def learn(self, row: Row, proposal: Proposal, said: Sequence[int]) -> None:
         state = self._state(row)
         state.rounds += 1
+        if self.ways.get(row.index) != NEURAL:
+            state.made = LATELY * state.made + len(said)
         for token, sign, truth in zip(state.said.tokens, state.said.signs, said, strict=False):
             state.right(sign).add(token == truth)
             if token != truth:
@@ -224,7 +249,10 @@ class Scheduled(Feed):
         token_ms = self.token_ms(row, limit, rows)
         length, rate = best_draft_length([state.alpha.value] * limit, lambda k: k * token_ms, times.__getitem__)
         rate = self._after_reading(row, rate, expected_tokens(state.alpha.value, length), rows)
-        if length and rate > best.rate and rate * times[1] > WORTH:
+        beaten = best.rate
+        if row.index not in self.level.known:
+            beaten = max(beaten, state.without_draft(times[1])) if state.rounds >= PATIENCE else math.inf
+        if length and rate > beaten and rate * times[1] > WORTH:
             return Plan(NEURAL, length, rate)
         if choose and state.since_neural >= self.probe:
             hoped, rate = best_draft_length([HOPE] * limit, lambda k: k * token_ms, times.__getitem__)

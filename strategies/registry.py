@@ -66,6 +66,16 @@ BUILT_IN = {
             ("target", "draft"),
         ),
         Entry(
+            "auto",
+            ".auto:Auto",
+            "chooses among plain decoding, lookup, speculative and cascade by measured costs and running acceptance",
+        ),
+        Entry(
+            "sparse-kv",
+            ".sparse_kv:SparseKv",
+            "the target drafts for itself with a small KV cache and verifies with the whole one; for long contexts",
+        ),
+        Entry(
             "hf-assisted",
             ".hf_assisted:HfAssisted",
             "peer row: transformers' own prompt lookup or assisted generation, through the same clock",

@@ -64,6 +64,9 @@ class Ngram(Drafter):
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[Proposal]:
         return [self._continue(row, limit) for row, limit in zip(rows, limits, strict=True)]
 
+    def begin(self, row: Row) -> None:
+        self._index.pop(row.index, None)
+
     def reset(self) -> None:
         self._index.clear()
 

@@ -279,7 +279,7 @@ def test_help_tells_the_defaults_that_a_plan_has():
         default = Plan.__dataclass_fields__[name].default
         if isinstance(default, tuple):
             default = ",".join(default)
-        if name in ("max_new_tokens", "threads", "out", "baseline"):  # said in words
+        if name in ("max_new_tokens", "threads", "batch_prompts", "out", "baseline"):  # said in words
             continue
         assert text == (f"{default:g}" if isinstance(default, float) else str(default)), name
 

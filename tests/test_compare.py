@@ -83,6 +83,9 @@ def _messy() -> list[Sample]:
     samples[9] = dataclasses.replace(samples[9], category='odd "steps": [[1]], "token_ids": [ text', drain_ns=None)
     samples[10] = dataclasses.replace(samples[10], group=99, batch_rows=2, drain_ns=5 * MS)
     samples[12] = dataclasses.replace(samples[12], group=99, batch_rows=2, drain_ns=7 * MS)
+    for at, admitted_ns in ((14, None), (16, None), (18, 200 * MS)):
+        call = {"group": 98, "batch_rows": 2, "call_ns": 900 * MS, "call_tokens": 77}
+        samples[at] = dataclasses.replace(samples[at], admitted_ns=admitted_ns, **call)
     samples[5] = dataclasses.replace(samples[5], levels=[[[4, 3], [2, 1]], [[4, 2]]])
     samples[7].steps[2][4] = 3
     return [*samples, sample("autoregressive", 0, kind="check"), sample("speculative", 0, kind="trace")]
@@ -99,6 +102,8 @@ def test_columns_hold_what_records_hold(tmp_path: Path) -> None:
             assert columns.text(name, at) == getattr(one, name)
         for name in ("turn", "repeat", "group", "batch_rows"):
             assert columns[name][at] == getattr(one, name)
+        for name in ("admitted_ns", "call_ns", "call_tokens"):
+            assert columns[name][at] == (getattr(one, name) or 0)
         assert columns.token_ids(at) == one.token_ids
         assert columns["broken"][at] == bool(metrics.defects(one))
     chosen = np.array([at for at, one in enumerate(measured) if one.ok and one.arm == "speculative"])

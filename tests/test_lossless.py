@@ -44,6 +44,8 @@ def test_every_strategy_emits_the_tokens_of_plain_decoding(models, sampling):
     plain = decode(make("autoregressive"), asked, sampling)
     assert len({tuple(ids) for ids in plain}) > 150  # the model does not say the same thing to everybody
     for name in NAMES:
+        if registry.get(name).needs_packed and models["target"].runtime != "packed":
+            continue
         some = asked[:20] if registry.get(name).apart else asked  # two threads get in each other's way here
         assert decode(make(name), some, sampling, batch_of(registry.get(name), 20)) == plain[: len(some)], name
         assert decode(make(name), asked[:10], sampling) == plain[:10], name

@@ -108,6 +108,22 @@ def test_static_ragged_rows_equal_fresh_forwards(device, exact):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_prompt_that_takes_a_row_and_rows_that_go_on_do_not_disturb_each_other(device):
+    """In one forward: the prompt is read in pieces, the others go on as a graph, whichever row it is."""
+    reference, runtime = make(), static(make(), device)
+    contexts = [text(40 + row, seed=row) for row in range(3)]
+    runtime.advance(contexts)
+    for taken in (0, 2, 1):
+        runtime.forget(taken)
+        contexts = [np.append(context, [5, row]) for row, context in enumerate(contexts)]
+        contexts[taken] = text(NEW_TOKENS[-1] + 30, seed=10 + taken)
+        lasts = [1 if row == taken else 2 for row in range(3)]
+        logits = runtime.advance(contexts, last=lasts).cpu()
+        expected = torch.cat([forward(reference, ids)[-n:] for ids, n in zip(contexts, lasts, strict=True)])
+        assert (logits - expected).abs().max() <= (2e-4 if device == "cpu" else 5e-3) * expected.abs().max()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_logits_stay_valid_after_the_next_forward(device):
     """A graph's output buffer is written again by its next replay."""
     runtime = static(make(), device)

@@ -15,7 +15,7 @@ from toys import TableModel, decode, requests
 
 from specbench.errors import ModelError, PlacementError, UsageError, WorkerError
 from specbench.hardware import devices
-from specbench.hardware.clock import Clock
+from specbench.hardware.clock import Clock, Drain
 from specbench.hardware.devices import Device, available_cores
 from specbench.models.cost_curve import CostCurve
 from specbench.models.info import describe
@@ -25,6 +25,7 @@ from specbench.models.specs import parse
 from specbench.results import plan as plans
 from specbench.results import run as runs
 from specbench.results.listener import Listener
+from specbench.results.measure import Ending, measure
 from specbench.results.plan import Plan, check
 from specbench.results.records import RunFolder
 from specbench.results.sweep import sweep
@@ -100,6 +101,16 @@ def test_its_trace_is_in_our_time(there):
     assert there.trace is None
 
 
+def test_it_forgets_a_row_where_it_is(there):
+    there.reset()
+    there.advance([[40, 41, 42]])
+    there.forget(0)
+    there.trace = []
+    there.advance([[40, 41, 42, 43]])
+    assert there.trace[0].new_tokens == 4
+    there.trace = None
+
+
 def test_its_costs_are_measured_where_it_is(there, here):
     for model in (there, here):
         curve = cost_of(model, new_tokens=(1, 2), context=8, repeats=1)
@@ -157,6 +168,21 @@ def test_a_draft_elsewhere_changes_nothing(target, here, there, sampling, batch)
     apart = decode(Speculative({"target": target, "draft": there}, Speculative.Options()), asked, sampling, batch)
     assert apart == local == plain
     assert there.last_forward_ns > 0
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, *SAMPLED], ids=["greedy", "sampled", "truncated"])
+def test_a_draft_elsewhere_hears_who_takes_a_row(target, here, there, sampling):
+    """Nine prompts through three rows: tokens, drafts and what was accepted are those of a draft beside the target."""
+    made = []
+    for draft in (here, there):
+        asked = [Request(key, [60 + key, 61, 62][: 1 + key % 3], 4 + 3 * (key % 4)) for key in range(9)]
+        strategy = Speculative({"target": target, "draft": draft}, Speculative.Options())
+        outcomes = measure(strategy, asked, sampling, Ending(), Clock(), Drain(), rows=3)
+        assert [outcome.error for outcome in outcomes] == [None] * 9
+        made.append([(outcome.token_ids, [step[1:] for step in outcome.steps]) for outcome in outcomes])
+    assert made[0] == made[1]
+    plain = decode(Autoregressive({"target": target}, Autoregressive.Options()), asked, sampling)
+    assert [ids for ids, _ in made[1]] == plain
 
 
 def test_the_steps_are_those_of_a_draft_beside_the_target(target, here, there):

@@ -159,6 +159,46 @@ def test_rows_of_a_batch_are_resampled_together() -> None:
     assert speedup.prompts == 6
 
 
+def test_rows_that_took_each_others_places_are_resampled_by_as_many_as_ran_at_a_time() -> None:
+    """12 prompts through a call of 3 rows: three that were admitted one after another share most of their time."""
+    base, other = _arms(run(12))
+    base = [
+        dataclasses.replace(one, group=7, batch_rows=3, admitted_ns=at // 3 * 100 * MS or None)
+        for at, one in enumerate(base)
+    ]
+    pairs = statistics.pair(base, other).pairs
+    assert statistics._units(pairs) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert statistics._units(pairs[::-1]) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    apart = [
+        statistics.Pair(dataclasses.replace(one.baseline, group=at % 2), one.other) for at, one in enumerate(pairs)
+    ]
+    assert statistics._units(apart) == [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3]
+
+
+def test_throughput_speedup_is_that_of_the_tokens_of_all_rows() -> None:
+    """17 tokens of two rows in 240 ms against 140 ms; a row that has no partner does not change it."""
+    calls = {"autoregressive": (20, 240), "speculative": (10, 140)}
+    base, other = (
+        [
+            sample(
+                name, prompt, tokens=tokens, step_ms=step_ms, group=1, batch_rows=2, call_ns=wall * MS, call_tokens=17
+            )
+            for prompt, tokens in enumerate((11, 6))
+        ]
+        for name, (step_ms, wall) in calls.items()
+    )
+    pairs = statistics.pair(base, other).pairs
+    speedup = statistics.throughput_speedup(pairs)
+    assert speedup is not None
+    assert speedup.value == pytest.approx(240 / 140)
+    assert (speedup.baseline_ns, speedup.arm_ns, speedup.arm_tokens) == (240 * MS, 140 * MS, 17)
+    assert (speedup.prompts, speedup.low) == (1, None)
+    single = statistics.throughput_speedup(pairs[:1])
+    assert single is not None
+    assert single.value == pytest.approx(240 / 140)
+    assert statistics.throughput_speedup([]) is None
+
+
 def test_fewer_than_five_prompts_have_no_interval() -> None:
     """C15: simulated, a 95 % interval from three prompts holds the truth in 75 % of cases."""
     for prompts, known in ((4, False), (5, True)):
