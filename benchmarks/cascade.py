@@ -21,7 +21,7 @@ import os
 import sys
 from typing import Any
 
-from interleaved import Arm, measure_task, parser_of, prepared_tasks
+from interleaved import Arm, load_models, measure_task, parser_of, prepared_tasks
 
 from specbench.hardware import devices
 from specbench.hardware.cost_model import cascade_tokens_per_s
@@ -30,7 +30,6 @@ from specbench.models.cost_curve import CostCurve
 from specbench.options import build
 from specbench.results import metrics, statistics
 from specbench.results.records import Sample
-from specbench.results.run import Models
 from specbench.strategies import registry
 from specbench.strategies.cascade import cost_curves
 
@@ -166,13 +165,7 @@ def main(argv: list[str] | None = None) -> int:
     prepared = prepared_tasks(args, ("speculative", "lookup", "cascade"), threads=args.threads)
     placement = prepared[0].checked.placement
     devices.apply(placement)
-    source, vocab = Models(), min(one.vocab_size for one in prepared)
-    models = {
-        role: source.load(
-            info, device="cpu", dtype=prepared[0].dtype, runtime="auto", vocab_size=vocab, quant=prepared[0].quant(role)
-        )
-        for role, info in prepared[0].infos.items()
-    }
+    models = load_models(prepared)
     needed = max(one.needed_tokens for one in prepared)
     for model in models.values():
         model.reserve(1, needed)

@@ -22,6 +22,7 @@ from specbench.results.measure import Ending, Outcome, measure
 from specbench.results.plan import Plan, check, parse_option
 from specbench.results.prepare import Prepared, Turn, prepare
 from specbench.results.records import Sample, line_of
+from specbench.results.run import Models
 from specbench.strategies.base import Request, Strategy
 from specbench.tasks import warmup
 
@@ -85,6 +86,18 @@ def prepared_tasks(args: argparse.Namespace, strategy: tuple[str, ...], **settin
     return found
 
 
+def load_models(prepared: Sequence[Prepared], runtime: str = "auto") -> dict[str, CachedModel]:
+    """The models of some plans over the same ones, by role, on the CPU, with room for one vocabulary."""
+    source, first = Models(), prepared[0]
+    vocab = min(one.vocab_size for one in prepared)
+    return {
+        role: source.load(
+            info, device="cpu", dtype=first.dtype, runtime=runtime, vocab_size=vocab, quant=first.quant(role)
+        )
+        for role, info in first.infos.items()
+    }
+
+
 def measure_task(
     prepared: Prepared,
     arms: Sequence[Arm],
@@ -132,18 +145,25 @@ def measure_task(
 
 
 @contextlib.contextmanager
+def keeping(model: CachedModel) -> Iterator[None]:
+    """Has the model keep what it has cached, whatever the arms ask it to forget."""
+    model.reset = model.forget = lambda *row: None  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del model.reset, model.forget  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
 def _read(reader: CachedModel | None, turn: Turn) -> Iterator[None]:
-    """Has the model read the prompt, and keep it whatever `reset` and `forget` say."""
+    """Has the model read the prompt and keep it."""
     if reader is None:
         yield
         return
     reader.reset()
     reader.advance([turn.ids])
-    reader.reset, reader.forget = (lambda: None), (lambda row: None)  # type: ignore[method-assign]
-    try:
+    with keeping(reader):
         yield
-    finally:
-        del reader.reset, reader.forget  # type: ignore[attr-defined]
 
 
 def to_sample(arm: str, task: str, turn: Turn, repeat: int, outcome: Outcome) -> Sample:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from interleaved import Arm, measure_task, parser_of, prepared_tasks
+from interleaved import Arm, load_models, measure_task, parser_of, prepared_tasks
 
 from specbench.hardware import devices
 from specbench.hardware.environment import environment
@@ -39,7 +39,6 @@ from specbench.results.forecasts import asked, level_roles
 from specbench.results.plots import COLOURS, require_matplotlib
 from specbench.results.prediction import Prices, Work, replay
 from specbench.results.records import Sample
-from specbench.results.run import Models
 from specbench.strategies import registry
 
 BASELINE, AUTO = "autoregressive", "auto"
@@ -218,13 +217,7 @@ def main(argv: list[str] | None = None) -> int:
     prepared = prepared_tasks(args, ("speculative", "lookup", "cascade"), threads=args.threads)
     placement = prepared[0].checked.placement
     devices.apply(placement)
-    source, vocab = Models(), min(one.vocab_size for one in prepared)
-    models = {
-        role: source.load(
-            info, device="cpu", dtype=prepared[0].dtype, runtime="auto", vocab_size=vocab, quant=prepared[0].quant(role)
-        )
-        for role, info in prepared[0].infos.items()
-    }
+    models = load_models(prepared)
     needed = max(one.needed_tokens for one in prepared)
     for model in models.values():
         model.reserve(1, needed)

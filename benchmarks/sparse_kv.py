@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from interleaved import Arm, Note, parser_of, prepared_tasks
+from interleaved import Arm, Note, keeping, load_models, parser_of, prepared_tasks
 
 from specbench.errors import UsageError
 from specbench.hardware import devices
@@ -39,7 +39,6 @@ from specbench.models.sparse_cost import SparseCosts, measure_sparse_costs
 from specbench.options import build
 from specbench.results.measure import Ending, Outcome, measure
 from specbench.results.prepare import Prepared, Turn
-from specbench.results.run import Models
 from specbench.strategies import registry
 from specbench.strategies.base import Request
 from specbench.strategies.sparse_kv import SparseKv
@@ -140,11 +139,8 @@ def reading_once(model: CachedModel, turns: Sequence[Turn]) -> Iterator[Any]:
         follows = [turn.ids[len(ids)] if len(turn.ids) > len(ids) else 0 for turn, ids in zip(turns, kept, strict=True)]
         model.advance([[*ids, 1 - min(token, 1)] for ids, token in zip(kept, follows, strict=True)])
 
-    model.reset = model.forget = lambda *row: None  # type: ignore[method-assign, assignment]
-    try:
+    with keeping(model):
         yield back
-    finally:
-        del model.reset, model.forget  # type: ignore[attr-defined]
 
 
 def measure_cell(cell: Cell, args: argparse.Namespace, target: CachedModel) -> None:
@@ -298,7 +294,7 @@ def main(argv: list[str] | None = None) -> int:
             if not models:
                 placement = prepared.checked.placement
                 devices.apply(placement)
-                models = load(prepared)
+                models = load_models([prepared], "packed")
             for model in models.values():
                 model.reserve(batch, prepared.needed_tokens)
             arms = make_arms(models, args, context)
@@ -318,17 +314,6 @@ def main(argv: list[str] | None = None) -> int:
     document = write(args, documents, cells, load_before)
     print(json.dumps(document, indent=1, allow_nan=False) if args.json else table(document))
     return 0 if document["summary"]["exact"] else 1
-
-
-def load(prepared: Prepared) -> dict[str, CachedModel]:
-    source = Models()
-    return {
-        role: source.load(
-            info, device="cpu", dtype=prepared.dtype, runtime="packed", vocab_size=prepared.vocab_size,
-            quant=prepared.quant(role),
-        )
-        for role, info in prepared.infos.items()
-    }  # fmt: skip
 
 
 def write(
