@@ -18,8 +18,8 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def quick_collections():
-    """`measure` collects garbage before each sample; what is imported once need not be looked at every time."""
+    """`measure` collects garbage before each sample; what earlier files imported and keep need not be looked at again."""
     gc.collect()
     gc.freeze()
