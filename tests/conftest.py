@@ -20,6 +20,6 @@ def one_thread():
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_collections():
-    """`measure` collects garbage before each sample; what earlier files imported and keep need not be looked at again."""
+    """`measure` collects garbage before each sample; what earlier files imported need not be looked at again."""
     gc.collect()
     gc.freeze()

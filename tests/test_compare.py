@@ -794,7 +794,7 @@ def _large(path: Path, prompts: int, repeats: int) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads its peak memory there")
 def test_many_records_are_compared_in_little_memory_and_the_same_work_each(tmp_path: Path) -> None:
-    """100,000 records of 64 tokens take about 4 s of CPU and under 1 GB; the calls per record and the memory are kept."""
+    """100,000 records of 64 tokens take about 4 s of CPU and under 1 GB; calls per record and memory are kept."""
     script = (
         "import sys; from pathlib import Path\n"
         "from specbench.results import comparison, compare, runs\n"
