@@ -3,7 +3,8 @@
     python benchmarks/runtime.py MODEL --sections kernels [--dtypes bfloat16] [--threads 2] [--rounds 9]
 
 Both arms are the packed runtime with the same weights; one of them has SPECBENCH_NATIVE=0. Whole steps behind a short
-context, a prompt, one matrix product over weights that are not in the caches, and the attention of one layer alone.
+context, a prompt, one matrix product over weights that are not in the caches, the attention of one layer alone, and
+choosing the positions of a sparse cache.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from runtime import Report, interleave, load_packed, sample_ids, step_ms
 from specbench.models.kv_cache import KeyValueCache
 from specbench.models.packed_attention import Span, attend, make_plans
 from specbench.models.packed_linear import multiply
+from specbench.models.sparse_select import POOLED, snapkv
 
 CONTEXT, PROMPT = 256, 512
 ROWS, SLOTS = 8, 8192  # of the attention that is measured alone
+WINDOW, BUDGET = 32, 512  # queries that choose, positions that are kept
 
 
 def kernels(args: argparse.Namespace, report: Report) -> None:
@@ -38,6 +41,7 @@ def kernels(args: argparse.Namespace, report: Report) -> None:
             steps(args, report, at, ours, theirs)
             product(args, report, at, ours, theirs)
             attention(args, report, at, ours, theirs)
+            choosing(args, report, at, ours)
 
 
 def timed(work: Callable[[], Any]) -> float:
@@ -120,3 +124,21 @@ def attention(args: argparse.Namespace, report: Report, at: str, ours: Any, thei
     for name in ("native", "torch"):
         report.add(f"{at}: attention, {name}, 4 tokens against 1", ms[f"{name} 4"], "ms", "one token",
                    ms[f"{name} 1"], ms[f"{name} 4"] / ms[f"{name} 1"])  # fmt: skip
+
+
+def choosing(args: argparse.Namespace, report: Report, at: str, ours: Any) -> None:
+    """What is kept of one row, in all layers; the same keys and queries for both."""
+    decoder = ours._decoder
+    cache = KeyValueCache(len(decoder.layers), decoder.kv_heads, decoder.head_dim, decoder.dtype)
+    cache.fit(1, SLOTS, [0])
+    for layer in cache.blocks:
+        layer.copy_(torch.randn(layer.shape))
+    queries = torch.randn(cache.layers, WINDOW, decoder.heads, decoder.head_dim).to(decoder.dtype)
+    keys = cache.blocks[:, 0, 0]
+    arms = {
+        "native": lambda: timed(lambda: decoder.native.choose(queries, cache, 0, SLOTS, BUDGET, WINDOW, POOLED)),
+        "torch": lambda: timed(lambda: [snapkv(queries[i], keys[i], BUDGET, WINDOW) for i in range(cache.layers)]),
+    }
+    ms = interleave(arms, args.rounds)
+    report.add(f"{at}: choosing {BUDGET} of {SLOTS} positions of a row", ms["native"], "ms", "torch", ms["torch"],
+               ms["torch"] / ms["native"])  # fmt: skip

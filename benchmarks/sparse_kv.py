@@ -2,13 +2,17 @@
 
     python benchmarks/sparse_kv.py --target MODEL [--draft MODEL] [--dtype bfloat16] [--threads 2]
         [--contexts 2048,4096] [--batches 1,4] [--task python-docs:summary] [--max-new-tokens 128] [--ignore-eos]
-        [--budgets 128,256,512,1024] [--selections snapkv,stream] [--gammas 3,5] [--refresh 128] [--json] [--out FILE]
+        [--cells 4096x1,8000x8] [--budgets 128,256,512,1024] [--selections snapkv,stream] [--gammas 3,5] [--refresh 128]
+        [--json] [--out FILE]
 
-A cell is a context and a batch. In each of them: plain decoding, lookup, with `--draft` speculative and a sparse draft
-of that model, `sparse-kv` for every selection, budget and gamma, on its automatic schedule, with an n-gram level below
-it, and with `--refresh` its positions chosen anew. Arms take turns at going first; the target reads the prompts once
-for all of them, but for the last tokens, and only decoding is compared: from the moment when all rows have their first
-token to the last token of the last row. The draft's reading and choosing is in it.
+A cell is a context and a batch: those of `--cells`, or every context with every batch. With `--out` each is added to
+the file as soon as it is measured, and cells that the file has already are left as they are, so that a grid can be
+measured bit by bit; everything else about the runs has to be the same. In each of them: plain decoding, lookup, with
+`--draft` speculative and a sparse draft of that model, `sparse-kv` for every selection, budget and gamma, on its
+automatic schedule, with an n-gram level below it, and with `--refresh` its positions chosen anew. Arms take turns at
+going first; the target reads the prompts once for all of them, but for the last tokens, and only decoding is compared:
+from the moment when all rows have their first token to the last token of the last row. The draft's reading and choosing
+is in it.
 
 Each row of a batch is another prompt. Beside every speed-up stand the acceptance, the share of distinct tokens (a text
 that goes round in circles flatters every draft), the step time that the cost model gives for what was drafted, over
@@ -20,15 +24,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from interleaved import Arm, Note, keeping, load_models, parser_of, prepared_tasks
+from interleaved import Arm, Note, keeping, load_models, parser_of, prepared_tasks, to_sample
 
 from specbench.errors import UsageError
 from specbench.hardware import devices
@@ -39,6 +45,7 @@ from specbench.models.sparse_cost import SparseCosts, measure_sparse_costs
 from specbench.options import build
 from specbench.results.measure import Ending, Outcome, measure
 from specbench.results.prepare import Prepared, Turn
+from specbench.results.records import line_of
 from specbench.strategies import registry
 from specbench.strategies.base import Request
 from specbench.strategies.sparse_kv import SparseKv
@@ -66,6 +73,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--task", default="python-docs:summary", help="a long-context task with a prompt-tokens option")
     parser.add_argument("--contexts", default="2048", help="tokens of the prompts")
     parser.add_argument("--batches", default="1,4", help="rows")
+    parser.add_argument("--cells", type=cells_of, default=None, help="CONTEXTxROWS, instead of contexts and batches")
     parser.add_argument("--groups", type=int, default=1, help="calls per cell, each with prompts of its own")
     parser.add_argument("--budgets", default="128,256,512,1024")
     parser.add_argument("--selections", default="snapkv,stream")
@@ -73,11 +81,21 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--refresh", type=int, default=0, help="also with positions chosen anew after so many tokens")
     parser.add_argument("--arms", default="", help="only arms whose name has one of these words, and the baseline")
     parser.add_argument("--ignore-eos", action="store_true", help="rows run to the limit, beyond what is said")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.cells = args.cells or [(context, rows) for context in numbers(args.contexts) for rows in numbers(args.batches)]
+    return args
 
 
 def numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",") if number]
+
+
+def cells_of(text: str) -> list[tuple[int, int]]:
+    """From `4096x1,8000x8`."""
+    found = [tuple(map(int, cell.split("x"))) for cell in text.split(",")]
+    if any(len(cell) != 2 or min(cell) < 1 for cell in found):
+        raise ValueError(text)
+    return [(context, rows) for context, rows in found]
 
 
 def make_arms(models: dict[str, CachedModel], args: argparse.Namespace, context: int) -> list[Arm]:
@@ -166,7 +184,20 @@ def measure_cell(cell: Cell, args: argparse.Namespace, target: CachedModel) -> N
                         raise SystemExit(f"{arm.name}, {cell.context} x {cell.batch}: {outcomes[0].error}")
                     if repeat >= 0:
                         cell.seen[arm.name].append(outcomes)
+                        keep_samples(args, cell, arm.name, group, repeat, outcomes)
                 print(f"{cell.context} x {cell.batch}: round {rounds}", file=sys.stderr, flush=True)
+
+
+def keep_samples(
+    args: argparse.Namespace, cell: Cell, arm: str, turns: Sequence[Turn], repeat: int, outcomes: Sequence[Outcome]
+) -> None:
+    """Adds a call to the file of samples, so that a cell that is stopped is not lost either."""
+    if not args.out:
+        return
+    with args.out.with_suffix(".samples.jsonl").open("a", encoding="utf-8") as file:
+        for turn, outcome in zip(turns, outcomes, strict=True):
+            sample = to_sample(arm, f"{args.task}:{cell.context}", turn, repeat, outcome)
+            file.write(line_of(dataclasses.replace(sample, batch_rows=cell.batch)))
 
 
 def decode_ns(outcomes: Sequence[Outcome]) -> int:
@@ -209,15 +240,22 @@ def prediction(facts: Sequence[dict[str, Any]], entry: dict[str, Any]) -> dict[s
         return sum(one.get(name, 0.0) * (one["rounds"] - one["plain_rounds"]) for one in facts)
 
     rounds = sum(one["rounds"] for one in facts)
-    select = sum(one["select_ms"] for one in facts) / rounds
-    draft, verify = total_drafted("predicted_draft_ms") / rounds, total("predicted_verify_ms") / rounds
-    predicted = draft + verify + select
-    plain = total("predicted_plain_ms") / rounds
+
+    def terms(kind: str) -> dict[str, float]:
+        return {
+            "draft": total_drafted(f"{kind}draft_ms") / rounds,
+            "verify": total(f"{kind}verify_ms") / rounds,
+            "select": sum(one[f"{kind}select_ms"] for one in facts) / rounds,
+            "follow": total_drafted(f"{kind}follow_ms") / rounds,
+        }
+
+    said, measured = terms("predicted_"), terms("")
+    predicted, plain = sum(said.values()), total("predicted_plain_ms") / rounds
     return {
         "predicted_step_ms": predicted,
         "predicted_over_measured": predicted / entry["step_ms"],
-        "terms_ms": {"draft": draft, "verify": verify, "target": plain, "select": select},
-        "measured_terms_ms": {"draft": total_drafted("draft_ms") / rounds, "verify": total("verify_ms") / rounds},
+        "terms_ms": {**said, "target": plain, "constant": facts[0]["constant_ms"]},
+        "measured_terms_ms": {**measured, "other": entry["step_ms"] - sum(measured.values())},
         "omega": entry["tokens_per_step"],
         "predicted_speedup": entry["tokens_per_step"] * plain / predicted,
     }
@@ -277,61 +315,96 @@ def _share(found: Sequence[bool]) -> float | None:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    load_before = os.getloadavg()[0]
-    strategies = ("sparse-kv", "speculative", "lookup") if args.draft else ("sparse-kv", "lookup")
-    cells: list[Cell] = []
-    models: dict[str, CachedModel] = {}
-    option = args.task.partition(":")[0] + ".prompt-tokens"
-    given = list(args.task_option)
-    documents = []
-    for context in numbers(args.contexts):
-        for batch in numbers(args.batches):
-            args.tasks = f"{args.task}={batch * args.groups}"
-            args.task_option = [*given, f"{option}={context}"]
-            (prepared,) = prepared_tasks(
-                args, strategies, threads=args.threads, ignore_eos=args.ignore_eos, batch=batch, runtime="packed"
-            )
-            if not models:
-                placement = prepared.checked.placement
-                devices.apply(placement)
-                models = load_models([prepared], "packed")
-            for model in models.values():
-                model.reserve(batch, prepared.needed_tokens)
-            arms = make_arms(models, args, context)
-            Note().stage(f"{context} x {batch}: measuring costs")
-            costs = share_costs(arms, args, batch, prepared.needed_tokens)
-            for arm in arms:
-                if not isinstance(arm.strategy, SparseKv):
-                    arm.strategy.prepare(batch, prepared.needed_tokens)
-            cell = Cell(context, batch, prepared, arms, costs, {arm.name: [] for arm in arms})
-            measure_cell(cell, args, models["target"])
-            documents.append(report(cell))
-            cells.append(cell)
-            if args.out:
-                write(args, documents, cells, load_before)
-            for arm in arms:
-                arm.strategy.close()
-    document = write(args, documents, cells, load_before)
+    try:
+        document = measure_cells(args)
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
     print(json.dumps(document, indent=1, allow_nan=False) if args.json else table(document))
     return 0 if document["summary"]["exact"] else 1
 
 
-def write(
-    args: argparse.Namespace, documents: Sequence[dict[str, Any]], cells: Sequence[Cell], load_before: float
-) -> dict[str, Any]:
-    """The document so far; also written to `--out`, so that a benchmark that is stopped loses one cell at most."""
-    plan = cells[0].prepared.plan
-    document = {
-        "benchmark": "sparse-kv", "target": args.target, "draft": args.draft, "dtype": cells[0].prepared.dtype,
-        "threads": cells[0].prepared.checked.placement.threads, "task": args.task,
-        "max_new_tokens": args.max_new_tokens, "ignore_eos": args.ignore_eos, "temperature": plan.temperature,
-        "seed": plan.seed, "repeats": args.repeats, "groups": args.groups, "cpu": environment()["cpu"],
-        "load_before": load_before, "load_after": os.getloadavg()[0], "peak_memory_bytes": peak_memory_bytes(),
-        "cells": list(documents), "summary": summary(documents),
-    }  # fmt: skip
-    if args.out:
-        args.out.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+def measure_cells(args: argparse.Namespace) -> dict[str, Any]:
+    """The document, with what `--out` has already and the cells that it lacks.
+
+    Raises:
+        UsageError: what `--out` has was measured in another way, or a cell cannot be.
+    """
+    document: dict[str, Any] = {"benchmark": "sparse-kv", "cells": []}
+    if args.out and args.out.exists():
+        document = json.loads(args.out.read_text(encoding="utf-8"))
+        if document.get("benchmark") != "sparse-kv":
+            raise UsageError(f"{args.out} is not a document of this benchmark; name another --out")
+    strategies = ("sparse-kv", "speculative", "lookup") if args.draft else ("sparse-kv", "lookup")
+    models: dict[str, CachedModel] = {}
+    option, given = args.task.partition(":")[0] + ".prompt-tokens", list(args.task_option)
+    known = {(cell["context"], cell["batch"]) for cell in document["cells"]}
+    for context, batch in args.cells:
+        if (context, batch) in known:
+            Note().stage(f"{context} x {batch}: measured before")
+            continue
+        args.tasks = f"{args.task}={batch * args.groups}"
+        args.task_option = [*given, f"{option}={context}"]
+        (prepared,) = prepared_tasks(
+            args, strategies, threads=args.threads, ignore_eos=args.ignore_eos, batch=batch, runtime="packed"
+        )
+        same_way(document, settings(args, prepared), args)
+        if not models:
+            devices.apply(prepared.checked.placement)
+            models = load_models([prepared], "packed")
+        document["cells"].append(whole_cell(args, prepared, models, context, batch))
+        document["summary"] = summary(document["cells"])
+        if args.out:
+            write(args.out, document)
     return document
+
+
+def write(path: Path, document: dict[str, Any]) -> None:
+    """In one go, so that whoever stops it leaves the old file or the new one."""
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    beside.replace(path)
+
+
+def whole_cell(
+    args: argparse.Namespace, prepared: Prepared, models: dict[str, CachedModel], context: int, batch: int
+) -> dict[str, Any]:
+    load_before = os.getloadavg()[0]
+    for model in models.values():
+        model.reserve(batch, prepared.needed_tokens)
+    arms = make_arms(models, args, context)
+    Note().stage(f"{context} x {batch}: measuring costs")
+    costs = share_costs(arms, args, batch, prepared.needed_tokens)
+    for arm in arms:
+        if not isinstance(arm.strategy, SparseKv):
+            arm.strategy.prepare(batch, prepared.needed_tokens)
+    cell = Cell(context, batch, prepared, arms, costs, {arm.name: [] for arm in arms})
+    measure_cell(cell, args, models["target"])
+    found = report(cell)
+    for arm in arms:
+        arm.strategy.close()
+    machine = {"load_before": load_before, "load_after": os.getloadavg()[0], "peak_memory_bytes": peak_memory_bytes()}
+    return found | machine
+
+
+def settings(args: argparse.Namespace, prepared: Prepared) -> dict[str, Any]:
+    """What all cells of a document have in common."""
+    return {
+        "target": args.target, "draft": args.draft, "dtype": prepared.dtype,
+        "threads": prepared.checked.placement.threads, "task": args.task, "max_new_tokens": args.max_new_tokens,
+        "ignore_eos": args.ignore_eos, "temperature": prepared.plan.temperature, "seed": prepared.plan.seed,
+        "repeats": args.repeats, "groups": args.groups, "cpu": environment()["cpu"],
+    }  # fmt: skip
+
+
+def same_way(document: dict[str, Any], asked: dict[str, Any], args: argparse.Namespace) -> None:
+    """Writes the settings into a new document; holds them against those of an older one."""
+    differing = [name for name, value in asked.items() if document["cells"] and document.get(name) != value]
+    if differing:
+        raise UsageError(f"{args.out}: its cells have another {', '.join(differing)}; name another --out")
+    cells = document.pop("cells")
+    document |= asked
+    document["cells"] = cells
 
 
 def table(document: dict[str, Any]) -> str:

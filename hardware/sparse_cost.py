@@ -2,9 +2,9 @@
 
 A round drafts gamma tokens with the small cache and verifies them with the whole one. Per token it takes
 (gamma T_draft + T_verify) / Omega, where Omega are the tokens it is expected to make, against T_target of plain
-decoding. What a selection costs is spread over the tokens that it serves. All times are those of one forward of the
-whole batch, with everything in it that does not depend on the context, so a constant per forward needs no term of its
-own where they were measured.
+decoding. What a selection costs is spread over the tokens that it serves (`spread`), and bringing small caches up to
+date counts in every round. Other times are those of one forward of the whole batch, with everything in it that does not
+depend on the context, so a constant per forward needs no term of its own where they were measured.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from .cost_model import expected_tokens
 
-_FIRST_CONTEXT, _STEPS = 64, 40
+_FIRST_CONTEXT, _STEPS = 64, 20
 
 
 def sparse_speedup(
@@ -35,6 +35,19 @@ def sparse_speedup(
     """
     per_token = (gamma * draft_ms + verify_ms) / expected_tokens(alpha, gamma)
     return target_ms / (per_token + select_ms / tokens)
+
+
+def spread(rate: float, begin_ms: float, tokens: float) -> float:
+    """Tokens per ms of all rows together, once what it takes until a row can be drafted for is in it.
+
+    The other rows wait meanwhile, so a token of any row takes `begin_ms` / tokens longer.
+
+    Args:
+        rate: tokens per ms without it.
+        begin_ms: for one row.
+        tokens: that a row gets.
+    """
+    return 1 / (1 / rate + begin_ms / tokens)
 
 
 def break_even_context(gain: Callable[[float], float], longest: float) -> float | None:
@@ -109,6 +122,7 @@ def best_lengths(
     limits: Sequence[int],
     draft_ms: Callable[[int], float],
     verify_ms: Callable[[float], float],
+    row_ms: float = 0.0,
 ) -> Lengths:
     """The draft lengths with which a batch makes most tokens per ms; all 0 where plain decoding does.
 
@@ -121,6 +135,7 @@ def best_lengths(
         limits: the longest draft of each row.
         draft_ms: one forward of the draft over so many rows.
         verify_ms: one forward of the target over so many tokens per row, on average over the rows.
+        row_ms: what a round takes for each row with a draft beside forwards.
     """
     rows = len(alphas)
     plain_ms = verify_ms(1)
@@ -133,6 +148,7 @@ def best_lengths(
             continue
         ms = verify_ms(1 + sum(lengths) / rows)
         ms += sum(draft_ms(sum(length >= place for length in lengths)) for place in range(1, depth + 1))
+        ms += row_ms * sum(length > 0 for length in lengths)
         tokens = sum(expected_tokens(alpha, length) for alpha, length in zip(alphas, lengths, strict=True))
         if tokens / ms > best.rate:
             best = Lengths(tuple(lengths), tokens / ms)

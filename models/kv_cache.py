@@ -7,11 +7,14 @@ with a mask. `slots` follows the longest row in steps; changing it moves the blo
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
 
 import torch
 
 ALIGNMENT = 64  # slots; a multiple of every vector width, so that no kernel has a ragged tail
+LARGE = 4 << 20  # bytes from which on large pages are asked for: two of those that processors usually have
 
 
 def slots_for(tokens: int) -> int:
@@ -20,6 +23,21 @@ def slots_for(tokens: int) -> int:
     while step * 16 < tokens:
         step *= 2
     return -(-tokens // step) * step
+
+
+def zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros, on large pages where the system has them to give.
+
+    Attention reads a long cache once per step, and on small pages waits for their addresses as well. The memory is
+    handed out as it is written to, whatever its size.
+    """
+    size = count * dtype.itemsize
+    if size < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(count, dtype=dtype)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # the kernel was built without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype)
 
 
 class KeyValueCache:
@@ -37,7 +55,7 @@ class KeyValueCache:
     def __init__(self, layers: int, heads: int, head_dim: int, dtype: torch.dtype) -> None:
         self.layers, self.heads, self.head_dim, self.dtype = layers, heads, head_dim, dtype
         self.rows, self.slots = 1, ALIGNMENT
-        self._memory = torch.zeros(self._numbers(1, ALIGNMENT), dtype=dtype)
+        self._memory = zeros(self._numbers(1, ALIGNMENT), dtype)
         self.blocks = self._view()
 
     def reserve(self, rows: int, tokens: int) -> None:
@@ -101,7 +119,7 @@ class KeyValueCache:
         """Lays the blocks out anew, in place where the memory is large enough."""
         source = self._memory
         if numbers > source.numel():
-            self._memory = torch.zeros(numbers, dtype=self.dtype)
+            self._memory = zeros(numbers, self.dtype)
         slot_bytes = self.head_dim * source.element_size()
         moves = []
         for outer in range(self.layers * 2):

@@ -15,7 +15,7 @@
 
    The threads are those of the OpenMP runtime that torch has loaded already, whose functions set_up is given. */
 
-#include "native_attention.h"
+#include "native_choice.h"
 
 /* RMSNorm of one token, into its tile. */
 static void normalise(const number *from, const float *weight, int width, float eps, unit *to, int step) {

@@ -36,7 +36,7 @@ from .quantised import INT4_ROWS, check_groups, quantise_int4
 
 BLOCK = 32  # outputs that are stored together
 SOURCE = Path(__file__).with_name("native.c")
-PARTS = ("native.c", "native_attention.h", "native_call.h", "native_matrix.h", "native_product.h")
+PARTS = ("native.c", *(f"native_{part}.h" for part in ("attention", "call", "choice", "matrix", "product")))
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fno-strict-aliasing", "-fno-math-errno", "-fPIC", "-shared")
 NEEDED = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 COMPILE_S = 300
@@ -68,7 +68,8 @@ class Kernels:
             ("product", number, [ctypes.POINTER(CMatrix), pointer, pointer, number, number]),
             ("scratch_bytes", ctypes.c_size_t, [pointer, pointer]),
             ("forward", None, [pointer, pointer]),
-            ("attention", None, [pointer, pointer, pointer, pointer]),
+            ("attention", None, [pointer] * 4),
+            ("choose", number, [pointer] * 3),
         ):
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments

@@ -59,49 +59,91 @@ static void note_queries(const Worker *w, int layer) {
 
 /* Attention of a run of one row's tokens in one key head. Queries stand by token, those of a token by head. */
 
-static void pack_queries(const Worker *w, const Run *run, int kv_head) {
+/* from: the heads of the run's first token, `apart` numbers from those of the next. */
+static void pack_queries(const Worker *w, const Run *run, int kv_head, const number *from, size_t apart) {
     const int group = group_of(w->m), units = head_units(w->m), queries = run->tokens * group;
     for (int q = 0, step; q < queries; q++) {
-        const size_t head = (size_t)kv_head * group + q % group;
-        const unit *from =
-            (const unit *)(w->p->heads + (size_t)(run->first + q / group) * heads_step(w->m) + head * w->m->head_dim);
+        const int head = kv_head * group + q % group;
+        const unit *x = (const unit *)(from + (size_t)(q / group) * apart + (size_t)head * w->m->head_dim);
         unit *to = units_of(w->own.queries, queries, units, q, &step);
-        for (int i = 0; i < units; i++) to[(size_t)i * step] = from[i];
+        for (int i = 0; i < units; i++) to[(size_t)i * step] = x[i];
     }
 }
 
-/* Some dims of a piece's values: (slots, BLOCK) units. In bfloat16 two slots make a unit, and dims stand in the order
-   in which `finish` expects them. */
-static void pack_values(const number *values, int dims, int block, int slots, unit *to) {
-    const int at = block * BLOCK, count = least(BLOCK, dims - at);
-    for (int s = 0; s < parts_of(slots, BLOCK) * BLOCK; s += PER_UNIT, to += BLOCK) {
-        const number *x = values + (size_t)s * dims + at;
-#ifdef BFLOAT16
-        const __mmask32 mask = count == BLOCK ? 0xffffffffu : (1u << count) - 1;
-        const __m512i even = _mm512_maskz_loadu_epi16(s < slots ? mask : 0, x);
-        const __m512i odd = _mm512_maskz_loadu_epi16(s + 1 < slots ? mask : 0, x + dims);
-        _mm512_storeu_si512(to, _mm512_unpacklo_epi16(even, odd));
-        _mm512_storeu_si512(to + 16, _mm512_unpackhi_epi16(even, odd));
-#else
-        _mm512_storeu_ps(to, load(x, s < slots ? first(count) : 0));
-        _mm512_storeu_ps(to + 16, load(x + 16, s < slots ? first(count - 16) : 0));
-#endif
-    }
+/* Cache lines to ask for in the steps of the products that come: so many in each, until none are left. Asked for all at
+   once they would be waited for. */
+typedef struct {
+    const char *at;
+    int lines, left;
+} Ahead;
+
+static Ahead ahead_of(const number *from, size_t numbers, int steps) {
+    const int left = (int)((numbers * sizeof(number) + ALIGNMENT - 1) / ALIGNMENT);
+    return (Ahead){(const char *)from, parts_of(left, steps > 1 ? steps : 1), left};
 }
 
-static void ask_for(const number *from, size_t numbers) {
-    const char *at = (const char *)from, *end = (const char *)(from + numbers);
-    for (; at < end; at += ALIGNMENT) _mm_prefetch(at, _MM_HINT_T1);
+/* For a product of so many steps: where to begin to ask, and for how many lines in each. */
+static inline const char *ask(Ahead *a, int steps, int *lines) {
+    const char *from = a->at;
+    *lines = a->left > 0 ? a->lines : 0;
+    a->at += (size_t)steps * *lines * ALIGNMENT;
+    a->left -= steps * *lines;
+    return from;
+}
+
+/* A piece of a run's slots in one key head, while it is attended to. */
+typedef struct {
+    const number *keys, *values;
+    int begin, held, packed;           /* the first slot; slots that hold something; blocks of keys that are packed */
+    Ahead own_values, next_keys;       /* of the piece that is next: asked for while this one computes */
+} Piece;
+
+static Piece piece_of(const Worker *w, int layer, const Run *run, int kv_head, int at) {
+    const int begin = at * PIECE;
+    Piece p = {cached(w, layer, 0, run->row, kv_head, begin), cached(w, layer, 1, run->row, kv_head, begin)};
+    p.begin = begin;
+    p.held = least(run->slot + run->tokens - begin, PIECE);
+    return p;
+}
+
+/* Slots of a piece that a query sees. */
+static inline int seen_by(const Worker *w, const Run *run, const Piece *p, int query) {
+    const int seen = least(run->slot + query / group_of(w->m) + 1 - p->begin, p->held);
+    return seen > 0 ? seen : 0;
+}
+
+/* Scores (rows, PIECE) of the queries from q on; returns how many slots the last of them sees. */
+static int score(const Worker *w, const Run *run, Piece *p, int q, int rows) {
+    const Own *o = &w->own;
+    const int dims = w->m->head_dim, units = head_units(w->m), seen = seen_by(w, run, p, q + rows - 1);
+    const int kept = run->tokens * group_of(w->m) > rows; /* for the tiles that follow */
+    for (int b = 0, lines; b * BLOCK < seen; b++) {
+        unit *packed = o->keys + (size_t)(kept ? b : 0) * units * BLOCK;
+        if (b == p->packed) {
+            const int left = p->held - b * BLOCK;
+            const number *from = p->keys + (size_t)b * BLOCK * dims;
+            for (int half = 0; half < 2; half++) {
+                const char *then = ask(&p->next_keys, TURN, &lines);
+                fetch(then, TURN * lines, 1);
+                transpose((const unit *)(from + half * 16 * dims), (size_t)units, least(left - half * 16, 16), units,
+                          packed + half * 16);
+            }
+            p->packed++;
+        }
+        const char *ahead = ask(&p->own_values, units, &lines);
+        by_score[rows - 1](o->queries + (size_t)q * units, packed, units, o->scores + b * BLOCK, ahead, lines);
+    }
+    return seen;
 }
 
 /* Weights of the first `seen` scores, zeros up to `slots`; writes the largest score and the sum of the weights. */
-static void soften(const float *scores, number *weights, int seen, int slots, float *facts) {
+static void soften(const float *scores, number *weights, int seen, int slots, float *largest, float *all) {
     const __m512 nothing = _mm512_set1_ps(-INFINITY);
     __m512 most = nothing, sum = _mm512_setzero_ps();
     for (int s = 0; s < seen; s += 16)
         most = _mm512_max_ps(most, _mm512_mask_loadu_ps(nothing, first(seen - s), scores + s));
-    facts[0] = _mm512_reduce_max_ps(most);
-    most = _mm512_set1_ps(facts[0]);
+    *largest = _mm512_reduce_max_ps(most);
+    most = _mm512_set1_ps(*largest);
     for (int s = 0; s < slots; s += 16) {
         const __mmask16 mask = first(seen - s);
         __m512 v = _mm512_setzero_ps();
@@ -109,7 +151,7 @@ static void soften(const float *scores, number *weights, int seen, int slots, fl
         sum = _mm512_add_ps(sum, v);
         store(weights + s, 0xffff, v);
     }
-    facts[1] = _mm512_reduce_add_ps(sum);
+    *all = _mm512_reduce_add_ps(sum);
 }
 
 /* Joins the sums over a later piece to those over the pieces before it. */
@@ -149,79 +191,90 @@ static void finish(const Worker *w, const Run *run, int kv_head, int query, cons
     }
 }
 
+/* Steps of all products that mix a piece, when so many rows go together. */
+static inline int mixing_steps(const Model *m, int rows, int slots) {
+    const int products = rows <= FEW ? parts_of(head_blocks(m), 2) : head_blocks(m);
+    return products * parts_of(slots, PER_UNIT);
+}
+
 /* One piece for all queries of a run. The first piece of several writes records, later ones join them; a piece that is
    by itself writes them. */
-static void attend_piece(
-    const Worker *w, const Run *run, const number *keys, const number *values, int piece, int joins, float *records) {
+static void attend_piece(const Worker *w, const Run *run, Piece *p, int joins, float *records) {
     const Model *m = w->m;
     const Own *o = &w->own;
-    const int group = group_of(m), dims = m->head_dim, units = head_units(m), record = record_of(m);
-    const int numbers = record - 16, queries = run->tokens * group, tiles = parts_of(queries, ROWS);
-    const int begin = piece * PIECE, held = least(run->slot + run->tokens - begin, PIECE);
-    int keys_packed = 0, values_packed = 0;
-    keys += (size_t)begin * dims, values += (size_t)begin * dims;
+    const int dims = m->head_dim, record = record_of(m), numbers = record - 16;
+    const int queries = run->tokens * group_of(m), tiles = parts_of(queries, ROWS);
     for (int tile = 0; tile < tiles; tile++) {
         const int q = tile_begin(queries, tile), rows = tile_begin(queries, tile + 1) - q;
-        const int seen = least(run->slot + (q + rows - 1) / group + 1 - begin, held);
-        const int blocks = seen > 0 ? parts_of(seen, BLOCK) : 0;
+        const int seen = score(w, run, p, q, rows), steps = parts_of(seen, PER_UNIT);
         float *to = joins ? o->one : records + (size_t)q * record;
-        for (int b = 0; b < blocks; b++) {
-            unit *packed = o->keys + (size_t)b * units * BLOCK;
-            if (b == keys_packed) {
-                const int left = held - b * BLOCK;
-                const number *from = keys + (size_t)b * BLOCK * dims;
-                ask_for(values + (size_t)b * BLOCK * dims, (size_t)least(BLOCK, left) * dims);
-                transpose((const unit *)from, (size_t)units, least(left, 16), units, packed);
-                transpose((const unit *)(from + 16 * dims), (size_t)units, least(left - 16, 16), units, packed + 16);
-                keys_packed++;
-            }
-            by_tile[rows - 1](o->queries + (size_t)q * units, packed, units, o->scores + b * BLOCK, PIECE, 1, NULL, 0);
-        }
         for (int r = 0; r < rows; r++) {
-            const int own = run->slot + (q + r) / group + 1 - begin;
-            soften(o->scores + r * PIECE, o->weights + r * PIECE, own < 0 ? 0 : least(own, held), blocks * BLOCK,
-                   to + (size_t)r * record + numbers);
+            float *facts = to + (size_t)r * record + numbers;
+            soften(o->scores + r * PIECE, o->weights + r * PIECE, seen_by(w, run, p, q + r),
+                   parts_of(seen, BLOCK) * BLOCK, facts, facts + 1);
         }
-        for (int d = 0; d < head_blocks(m); d++) {
-            unit *packed = o->values + (size_t)d * (PIECE / PER_UNIT) * BLOCK;
-            if (blocks && d == values_packed) {
-                if (d == 0 && held == PIECE) {
-                    const int more = least(run->slot + run->tokens - begin - PIECE, PIECE);
-                    ask_for(keys + (size_t)PIECE * dims, (size_t)(more > 0 ? more : 0) * dims);
-                }
-                pack_values(values, dims, d, held, packed);
-                values_packed++;
-            }
-            by_piece[rows - 1]((const unit *)o->weights, packed, blocks * (BLOCK / PER_UNIT), to + d * BLOCK, record, 1,
-                               NULL, 0);
+        for (int at = 0, lines; at < dims; at += BLOCK) {
+            const char *ahead = ask(&p->next_keys, steps, &lines);
+            const int pair = rows <= FEW && at + 2 * BLOCK <= dims, count = least(BLOCK, dims - at);
+            Mix *const mix = pair ? by_pair[rows - 1] : by_block[rows - 1];
+            mix((__mmask32)(0xffffffffu >> (BLOCK - count)), (const unit *)o->weights, p->values + at, dims, seen,
+                to + at, record, ahead, lines);
+            at += pair ? BLOCK : 0;
         }
         for (int r = 0; joins && r < rows; r++)
             join(records + (size_t)(q + r) * record, to + (size_t)r * record, numbers);
     }
 }
 
-/* Tasks are taken as threads become free: a run in one key head, or one piece of it where there are few of them. */
+/* What a thread takes at a time: all pieces of a run in one key head, or one of them where they are shared out. */
+typedef struct {
+    const Run *run;
+    int pair, kv_head, piece, end;
+} Task;
+
+static int take_task(const Worker *w, int layer, Task *task) {
+    const Plan *p = w->p;
+    const int heads = w->m->kv_heads, each = p->shared ? p->pieces : 1, all = p->run_count * heads * each;
+    for (int number; (number = __atomic_fetch_add(p->next + layer, 1, __ATOMIC_RELAXED)) < all;) {
+        const int pair = number / each, piece = number % each;
+        const Run *run = p->runs + pair / heads;
+        const int pieces = parts_of(run->slot + run->tokens, PIECE);
+        if (piece < pieces) {
+            *task = (Task){run, pair, pair % heads, piece, p->shared ? piece + 1 : pieces};
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* Tasks are taken as threads become free, the next one shortly before, so that its keys can be asked for. */
 static void attend(const Worker *w, int layer) {
     const Model *m = w->m;
     const Plan *p = w->p;
-    const int record = record_of(m), group = group_of(m);
-    const int total = p->run_count * m->kv_heads * (p->shared ? p->pieces : 1);
-    for (int task; (task = __atomic_fetch_add(p->next + layer, 1, __ATOMIC_RELAXED)) < total;) {
-        const int pair = p->shared ? task / p->pieces : task, kv_head = pair % m->kv_heads;
-        const Run *run = p->runs + pair / m->kv_heads;
-        const int pieces = parts_of(run->slot + run->tokens, PIECE);
-        const number *keys = cached(w, layer, 0, run->row, kv_head, 0);
-        const number *values = cached(w, layer, 1, run->row, kv_head, 0);
-        if (p->shared) {
-            if (task % p->pieces >= pieces) continue;
-            pack_queries(w, run, kv_head);
-            attend_piece(w, run, keys, values, task % p->pieces, 0, p->partial + (size_t)task * p->most * record);
-            continue;
+    const int record = record_of(m), group = group_of(m), dims = m->head_dim, step = heads_step(m);
+    Task next;
+    for (int more = take_task(w, layer, &next); more;) {
+        const Task task = next;
+        const Run *run = task.run;
+        const int queries = run->tokens * group, tiles = parts_of(queries, ROWS), rows = parts_of(queries, tiles);
+        pack_queries(w, run, task.kv_head, p->heads + (size_t)run->first * step, (size_t)step);
+        Piece piece = piece_of(w, layer, run, task.kv_head, task.piece), then = piece;
+        for (int at = task.piece; at < task.end; at++, piece = then) {
+            const int last = at + 1 == task.end;
+            if (last) more = take_task(w, layer, &next);
+            if (!last) then = piece_of(w, layer, run, task.kv_head, at + 1);
+            if (last && more) then = piece_of(w, layer, next.run, next.kv_head, next.piece);
+            const int scoring = parts_of(piece.held, BLOCK) * head_units(m);
+            const int turning = parts_of(piece.held, BLOCK) * 2 * TURN, mixing = mixing_steps(m, rows, piece.held);
+            piece.own_values = ahead_of(piece.values, (size_t)piece.held * dims, scoring);
+            if (!last || more)
+                piece.next_keys = ahead_of(then.keys, (size_t)then.held * dims, turning + tiles * mixing);
+            float *records = p->shared ? p->partial + ((size_t)task.pair * p->pieces + at) * p->most * record
+                                       : w->own.running;
+            attend_piece(w, run, &piece, !p->shared && at > 0, records);
         }
-        pack_queries(w, run, kv_head);
-        for (int piece = 0; piece < pieces; piece++)
-            attend_piece(w, run, keys, values, piece, piece > 0, w->own.running);
-        for (int q = 0; q < run->tokens * group; q++) finish(w, run, kv_head, q, w->own.running + (size_t)q * record);
+        for (int q = 0; !p->shared && q < queries; q++)
+            finish(w, run, task.kv_head, q, w->own.running + (size_t)q * record);
     }
     if (!p->shared) return;
     meet(w->team);
@@ -231,10 +284,10 @@ static void attend(const Worker *w, int layer) {
         const int pair = item / p->most, q = item % p->most;
         const Run *run = p->runs + pair / m->kv_heads;
         if (q >= run->tokens * group) continue;
-        const size_t step = (size_t)p->most * record;
-        float *records = p->partial + (size_t)pair * p->pieces * step + (size_t)q * record;
+        const size_t apart = (size_t)p->most * record;
+        float *records = p->partial + (size_t)pair * p->pieces * apart + (size_t)q * record;
         for (int piece = 1; piece < parts_of(run->slot + run->tokens, PIECE); piece++)
-            join(records, records + piece * step, record - 16);
+            join(records, records + piece * apart, record - 16);
         finish(w, run, pair % m->kv_heads, q, records);
     }
 }

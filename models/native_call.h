@@ -61,7 +61,7 @@ typedef struct {
     float *prepared;         /* of what a matrix in int4 multiplies, see prepare */
     unit *normed;            /* tiles of what qkv and gate_up multiply, of up to ROWS tokens */
     unit *queries;           /* tiles of a run's queries */
-    unit *keys, *values;     /* a piece's, (blocks of slots, units of a head, BLOCK), (blocks of dims, slots, BLOCK) */
+    unit *keys;              /* a piece's, (blocks of slots, units of a head, BLOCK) */
     float *scores, *running; /* (ROWS, PIECE); (queries of a run, record) */
     float *one;              /* (ROWS, record) */
     number *weights;         /* (ROWS, PIECE) */
@@ -94,7 +94,6 @@ static Own own_of(const Model *m, int tokens, int most, char *at, char **end) {
     o.normed = TAKE(unit, least(tokens, ROWS) * width);
     o.queries = TAKE(unit, most * units);
     o.keys = TAKE(unit, PIECE * units);
-    o.values = TAKE(unit, head_blocks(m) * (PIECE / PER_UNIT) * BLOCK);
     o.scores = TAKE(float, ROWS * PIECE);
     o.running = TAKE(float, most * record_of(m));
     o.one = TAKE(float, ROWS * record_of(m));

@@ -165,10 +165,10 @@ static void multiply_block(
     const int parts = parts_of(units, CHUNK);
     for (int part = 0; part < parts; part++) {
         const int at = (int)((int64_t)units * part / parts), end = (int)((int64_t)units * (part + 1) / parts);
-        const int pauses = parts_of(end - at, 8), lines = parts_of(16, tiles);
+        const int pauses = parts_of(end - at, PAUSE), lines = parts_of(2 * PAUSE, tiles);
         const unit *following = part + 1 < parts && next ? w + (size_t)end * BLOCK : next;
         const char *ahead = (const char *)following;
-        int left = ahead ? pauses * 16 : 0; /* lines of the next part, taken to be as long as this one */
+        int left = ahead ? pauses * 2 * PAUSE : 0; /* lines of the next part, taken to be as long as this one */
         for (int tile = 0; tile < tiles; tile++) {
             const int begin = tile_begin(tokens, tile), rows = tile_begin(tokens, tile + 1) - begin;
             by_tile[rows - 1](x + (size_t)begin * units + (size_t)at * rows, w + (size_t)at * BLOCK, end - at,

@@ -22,6 +22,9 @@ enum {
     PIECE = 256,    /* slots whose attention is computed by itself */
     QUERIES = 64,   /* tokens of a row that attend together: more would not add to the reuse of keys and values */
     WIDEST = 256,   /* head_dim */
+    PAUSE = 2,      /* steps of a product with weights between two requests for memory that is needed later */
+    TURN = 4,       /* steps for which it asks for memory while it turns 16 keys */
+    FEW = 6,        /* queries whose mixtures over two blocks of dims fit into registers */
     FETCHING = 6,   /* tokens from which on arithmetic leaves time to ask for what is read next; below, processors do */
     ALIGNMENT = 64, /* bytes */
 };
@@ -179,7 +182,15 @@ static inline void put_block(unit *to, int step, __m512 left, __m512 right, int 
 
 /* The product of a tile with a block: sums (rows, BLOCK) of `units` steps, begun at zero or continued.
 
-   Meanwhile it asks for memory that is needed next, `lines` cache lines from `ahead` on for every 8 steps. */
+   Meanwhile it asks for memory that is needed next, `lines` cache lines from `ahead` on for every `pause` steps, into
+   the L1 where it is `near`: keys and values are needed soon, and best asked for a few at a time. */
+
+static inline __attribute__((always_inline)) void fetch(const char *from, int lines, const int near) {
+    for (const char *end = from + (size_t)lines * ALIGNMENT; from < end; from += ALIGNMENT) {
+        if (near) _mm_prefetch(from, _MM_HINT_T0);
+        else _mm_prefetch(from, _MM_HINT_T1);
+    }
+}
 
 #define EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
 
@@ -192,7 +203,7 @@ static inline void put_block(unit *to, int step, __m512 left, __m512 right, int 
 
 #define STEP_ROW(r)                                                        \
     if (r < rows) {                                                        \
-        const __m512i both = _mm512_set1_epi32((int)x[r * row_step]);      \
+        const __m512i both = _mm512_set1_epi32((int)x[r]);                 \
         left##r = dot(left##r, left, both);                                \
         right##r = dot(right##r, right, both);                             \
     }
@@ -204,12 +215,12 @@ static inline void put_block(unit *to, int step, __m512 left, __m512 right, int 
     }
 
 static inline __attribute__((always_inline)) void multiply_tile(
-    const int rows, const int row_step, const int unit_step, const unit *x, const unit *w, int units, float *sums,
+    const int rows, const int pause, const int near, const unit *x, const unit *w, int units, float *sums,
     ptrdiff_t sums_step, int fresh, const char *ahead, int lines) {
     EACH_ROW(BEGIN_ROW)
-    for (int at = 0; at < units;) {
-        for (int line = 0; line < lines; line++, ahead += ALIGNMENT) _mm_prefetch(ahead, _MM_HINT_T1);
-        for (const int end = least(at + 8, units); at < end; at++, x += unit_step, w += BLOCK) {
+    for (int at = 0; at < units; ahead += (size_t)lines * ALIGNMENT) {
+        fetch(ahead, lines, near);
+        for (const int end = least(at + pause, units); at < end; at++, x += rows, w += BLOCK) {
             const __m512i left = _mm512_loadu_si512(w), right = _mm512_loadu_si512(w + 16);
             EACH_ROW(STEP_ROW)
         }
@@ -219,21 +230,108 @@ static inline __attribute__((always_inline)) void multiply_tile(
 
 typedef void Tile(const unit *x, const unit *w, int units, float *sums, ptrdiff_t sums_step, int fresh,
                   const char *ahead, int lines);
+typedef void Score(const unit *x, const unit *w, int units, float *sums, const char *ahead, int lines);
 
-/* For every number of rows: of tiles as above, and of rows that stand PIECE numbers apart. */
-#define MAKE_TILES(r)                                                                                               \
-    static void tile_##r(const unit *x, const unit *w, int units, float *sums, ptrdiff_t sums_step, int fresh,      \
-                         const char *ahead, int lines) {                                                            \
-        multiply_tile(r + 1, 1, r + 1, x, w, units, sums, sums_step, fresh, ahead, lines);                          \
-    }                                                                                                               \
-    static void piece_##r(const unit *x, const unit *w, int units, float *sums, ptrdiff_t sums_step, int fresh,     \
-                          const char *ahead, int lines) {                                                           \
-        multiply_tile(r + 1, PIECE / PER_UNIT, 1, x, w, units, sums, sums_step, fresh, ahead, lines);               \
+/* For every number of rows: of weights, and of keys, whose scores stand PIECE numbers apart and begin at zero. */
+#define MAKE_TILES(r)                                                                                           \
+    static void tile_##r(const unit *x, const unit *w, int units, float *sums, ptrdiff_t sums_step, int fresh,  \
+                         const char *ahead, int lines) {                                                        \
+        multiply_tile(r + 1, r + 1 < FETCHING ? CHUNK : PAUSE, 0, x, w, units, sums, sums_step, fresh, ahead,   \
+                      lines);                                                                                   \
+    }                                                                                                           \
+    static void score_##r(const unit *x, const unit *w, int units, float *sums, const char *ahead, int lines) { \
+        multiply_tile(r + 1, 1, 1, x, w, units, sums, PIECE, 1, ahead, lines);                                  \
     }
 EACH_ROW(MAKE_TILES)
 #define NAME_TILE(r) tile_##r,
-#define NAME_PIECE(r) piece_##r,
+#define NAME_SCORE(r) score_##r,
 static Tile *const by_tile[ROWS] = {EACH_ROW(NAME_TILE)};
-static Tile *const by_piece[ROWS] = {EACH_ROW(NAME_PIECE)};
+static Score *const by_score[ROWS] = {EACH_ROW(NAME_SCORE)};
+
+/* The mixture of a piece's values in one block of dims, or in two: sums (rows, BLOCK or 2 BLOCK) of weights times
+   values, over the slots in their order. Meanwhile it asks for memory, as scores do.
+
+   In bfloat16 two slots make a unit, and dims stand in the order in which `finish` expects them.
+
+   weights: rows that stand PIECE numbers apart, zero where a row does not see the last of the slots.
+   values: (slots, dims), of which those in `mask` are read. */
+
+static inline __attribute__((always_inline)) void load_values(
+    const number *values, int dims, int both, __mmask32 mask, __m512i *left, __m512i *right) {
+#ifdef BFLOAT16
+    const __m512i even = _mm512_maskz_loadu_epi16(mask, values);
+    const __m512i odd = both ? _mm512_maskz_loadu_epi16(mask, values + dims) : _mm512_setzero_si512();
+    *left = _mm512_unpacklo_epi16(even, odd);
+    *right = _mm512_unpackhi_epi16(even, odd);
+#else
+    (void)dims, (void)both;
+    *left = _mm512_maskz_loadu_epi32((__mmask16)mask, values);
+    *right = _mm512_maskz_loadu_epi32((__mmask16)(mask >> 16), values + 16);
+#endif
+}
+
+#define BEGIN_MIX(r)                                                       \
+    __m512 left##r = _mm512_setzero_ps(), right##r = _mm512_setzero_ps();  \
+    __m512 more##r = _mm512_setzero_ps(), last##r = _mm512_setzero_ps();
+
+#define STEP_MIX(r)                                                                    \
+    if (r < rows) {                                                                    \
+        const __m512i both = _mm512_set1_epi32((int)weights[r * (PIECE / PER_UNIT)]);  \
+        left##r = dot(left##r, left, both);                                            \
+        right##r = dot(right##r, right, both);                                         \
+        if (blocks == 2) {                                                             \
+            more##r = dot(more##r, more, both);                                        \
+            last##r = dot(last##r, last, both);                                        \
+        }                                                                              \
+    }
+
+#define END_MIX(r)                                                  \
+    if (r < rows) {                                                 \
+        _mm512_storeu_ps(sums + r * sums_step, left##r);            \
+        _mm512_storeu_ps(sums + r * sums_step + 16, right##r);      \
+        if (blocks == 2) {                                          \
+            _mm512_storeu_ps(sums + r * sums_step + 32, more##r);   \
+            _mm512_storeu_ps(sums + r * sums_step + 48, last##r);   \
+        }                                                           \
+    }
+
+static inline __attribute__((always_inline)) void mix_tile(
+    const int rows, const int blocks, __mmask32 mask, const unit *weights, const number *values, int dims, int slots,
+    float *sums, ptrdiff_t sums_step, const char *ahead, int lines) {
+    EACH_ROW(BEGIN_MIX)
+    for (int slot = 0; slot < slots; slot += PER_UNIT, ahead += (size_t)lines * ALIGNMENT) {
+        __m512i left, right, more, last;
+        fetch(ahead, lines, 1);
+        load_values(values, dims, slot + 1 < slots, mask, &left, &right);
+        if (blocks == 2) load_values(values + BLOCK, dims, slot + 1 < slots, mask, &more, &last);
+        EACH_ROW(STEP_MIX)
+        weights++;
+        values += (size_t)PER_UNIT * dims;
+    }
+    EACH_ROW(END_MIX)
+}
+
+typedef void Mix(__mmask32 mask, const unit *weights, const number *values, int dims, int slots, float *sums,
+                 ptrdiff_t sums_step, const char *ahead, int lines);
+
+#define MAKE_MIX(r)                                                                                                \
+    static void mix_##r(__mmask32 mask, const unit *weights, const number *values, int dims, int slots,            \
+                        float *sums, ptrdiff_t sums_step, const char *ahead, int lines) {                          \
+        mix_tile(r + 1, 1, mask, weights, values, dims, slots, sums, sums_step, ahead, lines);                     \
+    }
+EACH_ROW(MAKE_MIX)
+#define NAME_MIX(r) mix_##r,
+static Mix *const by_block[ROWS] = {EACH_ROW(NAME_MIX)};
+
+#define EACH_OF_FEW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5)
+#define MAKE_PAIR(r)                                                                                               \
+    static void pair_##r(__mmask32 mask, const unit *weights, const number *values, int dims, int slots,           \
+                         float *sums, ptrdiff_t sums_step, const char *ahead, int lines) {                         \
+        (void)mask;                                                                                                \
+        mix_tile(r + 1, 2, 0xffffffffu, weights, values, dims, slots, sums, sums_step, ahead, lines);              \
+    }
+EACH_OF_FEW(MAKE_PAIR)
+#define NAME_PAIR(r) pair_##r,
+static Mix *const by_pair[FEW] = {EACH_OF_FEW(NAME_PAIR)};
 
 #endif

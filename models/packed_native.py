@@ -46,6 +46,11 @@ class CCall(ctypes.Structure):
                     "watched_at", "threads"))]  # fmt: skip
 
 
+class CChoice(ctypes.Structure):
+    _fields_ = [("queries", ctypes.c_void_p), ("chosen", ctypes.c_void_p),
+                *((name, ctypes.c_int32) for name in ("budget", "window", "pooled"))]  # fmt: skip
+
+
 def packer_for(
     config: Any, dtype: torch.dtype, head_rows: int, quant: str | None = None, group_size: int = 32
 ) -> Packer | None:
@@ -169,6 +174,30 @@ class NativePass:
         self._prepare(cache)
         self.kernels.library.attention(ctypes.byref(self._model), ctypes.byref(call), heads.data_ptr(), to.data_ptr())
         return to
+
+    def choose(
+        self, queries: torch.Tensor, cache: KeyValueCache, row: int, known: int, budget: int, window: int, pooled: int
+    ) -> torch.Tensor:
+        """The positions of a row that `sparse_select.snapkv` keeps: (layers, kv_heads, budget), ascending.
+
+        Args:
+            queries: (layers, n, heads, head_dim), rotated and scaled, of the last n of the row's `known` tokens.
+            budget: less than `known`, more than `window`, the last tokens, which stay.
+            pooled: neighbouring positions that are chosen by their sum, an odd number.
+
+        Raises:
+            MemoryError: there is not enough for the weights of all these queries.
+        """
+        layers, count = queries.shape[:2]
+        queries = queries.contiguous()
+        chosen = torch.empty(layers, self._decoder.kv_heads, budget, dtype=torch.int64)
+        span, call = np.array([row, known - count, count], np.int32), self._call
+        call.spans, call.span_count, call.tokens = span.ctypes.data, 1, count
+        self._prepare(cache)
+        choice = CChoice(queries.data_ptr(), chosen.data_ptr(), budget, window, pooled)
+        if self.kernels.library.choose(ctypes.byref(self._model), ctypes.byref(call), ctypes.byref(choice)):
+            raise MemoryError(f"no memory to choose among {known} positions")
+        return chosen
 
     def _run(
         self,

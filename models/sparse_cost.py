@@ -1,4 +1,4 @@
-"""What a round with a sparse KV cache costs, measured: forwards of the target and of its view, and a selection.
+"""What a round with a sparse KV cache costs, measured: forwards of the target and of its view, choosing and following.
 
 Contexts are counted as the positions that attention really runs over. With torch's operators that are the slots of the
 cache, all rows alike, so a cost goes up in steps with the longest row; our own kernels read what each row has. No
@@ -32,7 +32,8 @@ class SparseCosts:
     Attributes:
         target: new tokens per row x positions x rows, with all of the text cached.
         draft: the same of the sparse draft; its positions are those in its own small cache.
-        select_ms: choosing a small cache, per token of context and row.
+        select_ms, select_base_ms: choosing a small cache for a row: per token of its context, and whatever that is.
+        follow_ms: bringing a row's small cache up to date, once a round.
         read_ms: what a draft model of its own takes to read a token of a prompt; 0 where the target drafts.
         by_slots: whether attention runs over all slots of the cache, for all rows alike.
     """
@@ -42,6 +43,8 @@ class SparseCosts:
     select_ms: float = 0.0
     read_ms: float = 0.0
     by_slots: bool = True
+    select_base_ms: float = 0.0
+    follow_ms: float = 0.0
 
     def reach(self, tokens: float) -> int:
         """Where on the curves rows of so many tokens stand, new ones included."""
@@ -51,9 +54,21 @@ class SparseCosts:
         """The one length that stands for rows of these."""
         return max(lengths) if self.by_slots else sum(lengths) / len(lengths)
 
-    def begin_ms(self, context: float) -> float:
-        """Until a row of so many tokens can be drafted for: a draft model of its own has to read it, then to choose."""
-        return context * (self.select_ms + self.read_ms)
+    def begin_ms(self, context: float, unread: float | None = None) -> float:
+        """Until a row of so many tokens can be drafted for: a draft model of its own has to read it, then to choose.
+
+        Args:
+            unread: tokens that are still to be read; None for all of them.
+        """
+        to_read = context if unread is None else unread
+        return self.select_base_ms + context * self.select_ms + to_read * self.read_ms
+
+    def constant_ms(self, rows: int) -> float:
+        """What a forward of the target over one token per row takes beside reading keys and values."""
+        first, last = self.target.contexts[0], self.target.contexts[-1]
+        ms = self.target.ms(1, first, rows)
+        slope = (self.target.ms(1, last, rows) - ms) / (last - first) if last > first else 0.0
+        return max(0.0, ms - max(0.0, slope) * first)
 
 
 def measure_sparse_costs(
@@ -65,7 +80,7 @@ def measure_sparse_costs(
     longest_draft: int,
     clock: Clock | None = None,
 ) -> SparseCosts:
-    """Times forwards and a selection as decoding needs them; empties the caches of both models.
+    """Times forwards, choosing and following as decoding needs them; empties the caches of both models.
 
     What is timed ends with the argmax on the host. All numbers of new tokens take turns, and medians count.
 
@@ -83,13 +98,15 @@ def measure_sparse_costs(
     target_curve = _curve(target, counts, contexts, batches, now)
     held = sorted({slots_for(budget + room) for budget in (*budgets, 2 * max(budgets))})
     draft_curve = _curve(view, [1, *(count for count in (4, room) if 1 < count <= room)], held, batches, now)
-    select_ms = _selecting(view, min(tokens, view.dense.context_length), min(budgets))
+    middle = sorted(budgets)[len(budgets) // 2]
+    base_ms, select_ms, follow_ms = _keeping(view, min(tokens, view.dense.context_length), middle)
     read_ms = 0.0
     if view.dense is not target:
         count = min(_READ, view.dense.context_length // 2)
         behind = max(1, min(tokens, view.dense.context_length) // 2)
         read_ms = _forward_ms(view.dense, behind, count, now) / count
-    return SparseCosts(target_curve, draft_curve, select_ms, read_ms, target.kernels != "native")
+    by_slots = target.kernels != "native"
+    return SparseCosts(target_curve, draft_curve, select_ms, read_ms, by_slots, base_ms, follow_ms)
 
 
 def _curve(
@@ -131,17 +148,23 @@ def _forward_ms(model: CpuPackedModel, behind: int, count: int, now: Callable[[]
     return float(np.median(took[1:]))
 
 
-def _selecting(view: SparseView, tokens: int, budget: int) -> float:
-    """Milliseconds per token of context that choosing out of so many takes."""
+def _keeping(view: SparseView, tokens: int, budget: int) -> tuple[float, float, float]:
+    """Milliseconds of a small cache's own: of choosing it, whatever the context and per token of it; of following."""
     view.watch(True)
-    dense = view.dense
-    ids = dense.assume(1, tokens)[0]
-    dense.advance([ids], last=min(view.selection.window, tokens))  # whose queries choose
-    took = []
-    for _ in range(ROUNDS):
-        view.select(0, ids, budget)
-        took.append(view.last_select_ns / 1e6)
+    dense, contexts = view.dense, sorted({max(2, tokens // 2), max(2, tokens)})
+    select_ms, follow_ms = [], []
+    for context in contexts:
+        ids = dense.assume(1, context)[0]
+        dense.advance([ids], last=min(view.selection.window, context))  # whose queries choose
+        took = []
+        for _ in range(ROUNDS):
+            view.select(0, ids[:-1], budget)
+            took.append(view.last_select_ns / 1e6)
+            view.follow(0, ids)
+            follow_ms.append(view.last_follow_ns / 1e6)
+        select_ms.append(float(np.median(took[1:])))
     view.watch(False)
     for model in (dense, view):
         model.reset()
-    return float(np.median(took[1:])) / tokens
+    slope = max(0.0, (select_ms[-1] - select_ms[0]) / max(1, contexts[-1] - contexts[0]))
+    return max(0.0, select_ms[0] - slope * contexts[0]), slope, float(np.median(follow_ms))

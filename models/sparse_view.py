@@ -15,7 +15,9 @@ from .base import CachedModel, Ids, common_prefix
 from .kv_cache import KeyValueCache
 from .packed import CpuPackedModel, PackedModel
 from .packed_attention import Span
-from .sparse_select import Selection, sinks_and_window, snapkv
+from .sparse_select import POOLED, Selection, sinks_and_window, snapkv
+
+SPARE = 192  # slots for what comes after a selection, so that the cache is not laid out anew as soon as it has grown
 
 
 class SparseView(CpuPackedModel):
@@ -28,7 +30,7 @@ class SparseView(CpuPackedModel):
     Attributes:
         dense: whose weights these are; its row r is row r here.
         selection: the rule by which positions are chosen.
-        last_select_ns: how long the latest `select` took.
+        last_select_ns, last_follow_ns: how long the latest `select` and `follow` took.
     """
 
     def __init__(self, dense: CpuPackedModel, selection: Selection) -> None:
@@ -36,7 +38,7 @@ class SparseView(CpuPackedModel):
             self, dense.config, name=dense.name, device=dense.device, dtype=dense.dtype, vocab_size=dense.vocab_size
         )
         self.dense, self.selection = dense, selection
-        self.last_select_ns = 0
+        self.last_select_ns = self.last_follow_ns = 0
         self._now = dense._now
         self._decoder, self._queries, self.kernels = dense._decoder, None, dense.kernels
         whole = dense._cache
@@ -74,7 +76,8 @@ class SparseView(CpuPackedModel):
         if known > budget:
             picked = self.dense._cache.pick(row, self._choose(row, known, budget))
             used = self._used()
-            self._cache.fit(len(used), max(budget, *used), used)
+            spare = SPARE if self.kernels == "native" else 0  # torch's operators attend over all slots
+            self._cache.fit(len(used), max(budget + spare, *used), used)
             self._cache.blocks[:, :, row, :, :budget] = picked
             self._bases[row], self._shifts[row] = known, known - budget
             self._mark(row, array, 0, known)
@@ -92,6 +95,7 @@ class SparseView(CpuPackedModel):
         Raises:
             ValueError: the context parts from the row among the positions of which some were left out.
         """
+        began = self._now()
         array = np.asarray(context, np.int64)
         self._make_room(row + 1, len(array))
         shared = common_prefix(self._ids[row, : self._lengths[row]], array)
@@ -99,6 +103,7 @@ class SparseView(CpuPackedModel):
             raise ValueError(f"row {row} holds a selection of {self._bases[row]} tokens, {shared} of which agree")
         start = min(self._exact[row], shared)
         self._take(row, array, start, max(start, self._known_to_dense(row, array)))
+        self.last_follow_ns = self._now() - began
 
     # What differs from a model that keeps everything
 
@@ -157,6 +162,9 @@ class SparseView(CpuPackedModel):
         if queries is None:
             everywhere = sinks_and_window(known, budget, min(rule.sinks, budget))
             return everywhere.expand(cache.layers, cache.heads, budget)
+        native = self._decoder.native
+        if native is not None:
+            return native.choose(queries, cache, row, known, budget, rule.window, POOLED)
         keys = cache.blocks[:, 0, row, :, :known]
         return torch.stack([snapkv(queries[layer], keys[layer], budget, rule.window) for layer in range(cache.layers)])
 

@@ -11,7 +11,8 @@ from .records import Sample
 def told(task: str, arm: str, samples: Sequence[Sample]) -> str | None:
     """One sentence about an arm on a task; None for an arm that was not asked to explain itself.
 
-    Times are means of the forwards of a round, of all rows together, over all rounds; plain ones count too.
+    Times are means per round, of all rows together; plain rounds count too. What choosing takes is spread over all of
+    them. Each term stands beside what was predicted of it.
 
     Args:
         samples: finished ones.
@@ -20,17 +21,29 @@ def told(task: str, arm: str, samples: Sequence[Sample]) -> str | None:
     rounds = sum(one["rounds"] for one in facts)
     if not rounds:
         return None
-    draft, verify = _mean(facts, "draft_ms", drafted=True), _mean(facts, "verify_ms")
-    said_draft, said_verify = _mean(facts, "predicted_draft_ms", drafted=True), _mean(facts, "predicted_verify_ms")
+    terms = {
+        "draft": _pair(facts, "draft_ms", drafted=True),
+        "verification": _pair(facts, "verify_ms"),
+        "choosing": tuple(
+            sum(one.get(name, 0.0) for one in facts) / rounds for name in ("select_ms", "predicted_select_ms")
+        ),
+        "following": _pair(facts, "follow_ms", drafted=True),
+    }
+    took, predicted = (sum(term[at] for term in terms.values()) for at in range(2))
+    parts = ", ".join(f"{name} {term[0]:.1f} ({term[1]:.1f})" for name, term in terms.items())
     plain = _mean(facts, "predicted_plain_ms")
-    select = sum(one["select_ms"] for one in facts) / rounds
     omega = _mean(facts, "omega", drafted=True) + sum(one["plain_rounds"] for one in facts) / rounds
-    predicted = said_draft + said_verify + select
+    constant = _mean(facts, "constant_ms")
     return (
-        f"{task}, {arm}: a round took {draft + verify + select:.1f} ms (draft {draft:.1f}, verification {verify:.1f}, "
-        f"choosing {select:.1f}), predicted {predicted:.1f} ({said_draft:.1f}, {said_verify:.1f}), and made "
-        f"{omega:.2f} tokens a row; a plain step would take {plain:.1f}: {omega * plain / predicted:.2f}x predicted"
+        f"{task}, {arm}: a round took {took:.1f} ms (predicted {predicted:.1f}): {parts}; it made {omega:.2f} tokens a "
+        f"row, and a plain step would take {plain:.1f}: {omega * plain / predicted:.2f}x predicted. Every forward "
+        f"takes {constant:.1f} before it reads any of the cache"
     )
+
+
+def _pair(facts: Sequence[dict[str, Any]], name: str, drafted: bool = False) -> tuple[float, float]:
+    """Measured and predicted."""
+    return _mean(facts, name, drafted), _mean(facts, f"predicted_{name}", drafted)
 
 
 def _mean(facts: Sequence[dict[str, Any]], name: str, drafted: bool = False) -> float:

@@ -100,7 +100,7 @@ class SparseKv(Strategy):
         self.view = drafter.sparse_view(options.rule)
         super().__init__({**models, "sparse": self.view}, options)
         self.costs: SparseCosts | None = None
-        self._break_even: float | None = None
+        self._most: tuple[int, int] | None = None  # rows of a batch and tokens of a row, as costs were measured for
         self._hopeless = False
 
     @property
@@ -123,10 +123,8 @@ class SparseKv(Strategy):
 
     def use_costs(self, costs: SparseCosts, rows: int, tokens: int) -> None:
         """Goes by these costs, for batches of so many rows of up to so many tokens."""
-        self.costs = costs
-        schedule = self._schedule()
-        self._break_even = schedule.break_even(rows, tokens)
-        self._hopeless = self.options.gamma == "auto" and schedule.gain(tokens, rows, HOPE) < WORTH
+        self.costs, self._most = costs, (rows, tokens)
+        self._hopeless = self.options.gamma == "auto" and self._schedule().gain(tokens, rows, HOPE) < WORTH
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Step]:
         options, shared = self.options, self.view.dense is self.target
@@ -143,8 +141,11 @@ class SparseKv(Strategy):
             self.facts = drafter.facts()
             if self.costs is not None:
                 self.facts["explained"] = options.explain
-                at = self._break_even
-                self.facts["break_even_context"] = round(at) if at is not None else "beyond the longest row"
+                if self._most is not None:
+                    self.facts["constant_ms"] = round(self.costs.constant_ms(self._most[0]), 3)
+                    answer = sum(request.max_new_tokens for request in requests) / len(requests)
+                    at = drafter.schedule.break_even(*self._most, answer)
+                    self.facts["break_even_context"] = round(at) if at is not None else "beyond the longest row"
                 if drafter.account.plain_rounds == drafter.account.rounds > 0:
                     self.facts["decoded_plainly"] = "below break-even"
 

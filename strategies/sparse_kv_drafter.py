@@ -25,8 +25,11 @@ _NO_LIMIT = 1 << 30
 
 @dataclass
 class Account:
-    """What all rounds of a call came to. `row_rounds` are those of each row in which something was drafted for it;
-    times are in milliseconds, the predicted ones only where costs were measured."""
+    """What all rounds of a call came to.
+
+    `row_rounds` are those of each row in which something was drafted for it, `follow` is bringing small caches up to
+    date. Times are in milliseconds, the predicted ones only where costs were measured.
+    """
 
     rounds: int = 0
     plain_rounds: int = 0
@@ -35,8 +38,11 @@ class Account:
     row_rounds: int = 0
     selections: int = 0
     select_ms: float = 0.0
+    follow_ms: float = 0.0
     draft_ms: float = 0.0
     verify_ms: float = 0.0
+    predicted_select_ms: float = 0.0
+    predicted_follow_ms: float = 0.0
     predicted_draft_ms: float = 0.0
     predicted_verify_ms: float = 0.0
     predicted_plain_ms: float = 0.0
@@ -118,7 +124,7 @@ class SparseDrafter(Drafter):
             facts["mean_gamma"] = round(account.drafted / account.row_rounds, 3)
             facts["omega"] = round(account.accepted / account.row_rounds + 1, 3)
         if drafted_rounds:
-            facts["draft_ms"] = round(account.draft_ms / drafted_rounds, 3)
+            facts |= {name: round(getattr(account, name) / drafted_rounds, 3) for name in ("draft_ms", "follow_ms")}
         if account.rounds:
             facts["verify_ms"] = round(account.verify_ms / account.rounds, 3)
         if account.predicted_verify_ms:
@@ -126,8 +132,12 @@ class SparseDrafter(Drafter):
                 name: round(getattr(account, name) / account.rounds, 3)
                 for name in ("predicted_verify_ms", "predicted_plain_ms")
             }
+            facts["predicted_select_ms"] = round(account.predicted_select_ms, 3)
             if drafted_rounds:
-                facts["predicted_draft_ms"] = round(account.predicted_draft_ms / drafted_rounds, 3)
+                facts |= {
+                    name: round(getattr(account, name) / drafted_rounds, 3)
+                    for name in ("predicted_draft_ms", "predicted_follow_ms")
+                }
         return facts
 
     # The parts
@@ -162,12 +172,16 @@ class SparseDrafter(Drafter):
         for row, state in due:
             budget = self.schedule.budget_for(len(row.tokens), batch)
             self.view.select(row.index, row.tokens.view(), budget)
+            if self.schedule.costs is not None:
+                unread = len(row.tokens) - (state.chosen_at or 0)
+                self.account.predicted_select_ms += self.schedule.costs.begin_ms(len(row.tokens), unread)
             self.schedule.chosen(state, len(row.tokens), budget)
             self.account.selections += 1
             self.account.select_ms += self.view.last_select_ns / 1e6
         if self.shared:
             for row in rows:
                 self.view.follow(row.index, row.tokens.view())
+                self.account.follow_ms += self.view.last_follow_ns / 1e6
 
     def _note(self, rows: Sequence[Row], states: Sequence[RowState], drafts: Sequence[Draft]) -> None:
         """Adds a round to the account, and what it was predicted to take."""
@@ -181,7 +195,8 @@ class SparseDrafter(Drafter):
             if draft.levels:
                 self.schedule.reviewed(length, draft.levels[0].forwards)
         if self.schedule.costs is not None:
-            drafting, verifying, plain = self.schedule.predicted(rows, states, lengths)
-            account.predicted_draft_ms += drafting
-            account.predicted_verify_ms += verifying
-            account.predicted_plain_ms += plain
+            predicted = self.schedule.predicted(rows, states, lengths)
+            account.predicted_draft_ms += predicted.draft
+            account.predicted_verify_ms += predicted.verify
+            account.predicted_follow_ms += predicted.follow
+            account.predicted_plain_ms += predicted.plain

@@ -15,10 +15,12 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
-from ..hardware.sparse_cost import Lengths, best_lengths, break_even_context
+from ..hardware.cost_model import expected_tokens
+from ..hardware.sparse_cost import Lengths, best_lengths, break_even_context, spread
 from ..models.sparse_cost import SparseCosts
 from .base import Request, Row
 from .cascade_schedule import Share
@@ -26,9 +28,11 @@ from .cascade_schedule import Share
 GAMMA, BUDGET = 3, 512  # where nothing was measured
 LONGEST = 8
 BUDGETS = (128, 256, 512, 1024)
-# Share of right tokens by budget, teacher-forced on reference prose and code of 4k and 7k tokens (SmolLM2-135M; both
-# rules for choosing positions are within 0.03 of each other), and how much more often another, small model is wrong.
-ASSUMED = {128: 0.80, 256: 0.87, 512: 0.90, 1024: 0.94}
+# Chance of a draft token to be right behind right ones, by budget: x such that (x + x^2 + x^3) / 3 is the acceptance
+# that was measured with three draft tokens (docs/strategies/sparse-kv.md): 128 on four answers, 256 on six, 512 the
+# worse of two; 1024 was not measured. Cautious, since what is seen corrects it within a few rounds, and a selection
+# that did not pay is lost. And how much more often another, small model is wrong.
+ASSUMED = {128: 0.60, 256: 0.75, 512: 0.85, 1024: 0.88}
 OTHER_MODEL = 3.0
 WORTH = 1.02  # how much faster than plain decoding drafting has to promise to be: it takes time of its own
 HOPE = 0.98  # share of right tokens with which it has to pay for a row to be tried again
@@ -63,6 +67,15 @@ class RowState:
         """Positions that its small cache holds, once it has followed to so many tokens."""
         assert self.chosen_at is not None
         return min(self.budget, self.chosen_at) + length - self.chosen_at
+
+
+class Predicted(NamedTuple):
+    """Milliseconds of a round by its parts, and of a plain step in its place."""
+
+    draft: float
+    verify: float
+    follow: float
+    plain: float
 
 
 class Schedule:
@@ -149,33 +162,46 @@ class Schedule:
         """The share of draft tokens that is expected to be right with such a cache."""
         return max(0.0, 1 - (1 - _assumed(budget)) * self._misses / self._expected_misses)
 
-    def predicted(
-        self, rows: Sequence[Row], states: Sequence[RowState], lengths: Sequence[int]
-    ) -> tuple[float, float, float]:
-        """Milliseconds of a round: of its drafting, of its verification, and of a plain step in its place."""
+    def predicted(self, rows: Sequence[Row], states: Sequence[RowState], lengths: Sequence[int]) -> Predicted:
+        """What a round takes; choosing small caches left out, see `SparseCosts.begin_ms`."""
+        assert self.costs is not None
         draft_ms = self._draft_ms(self._held(rows, states))
         counts = [sum(length > place for length in lengths) for place in range(max(lengths))]
         verify_ms = self._verify_ms(self._context(rows), len(rows))
-        return sum(map(draft_ms, counts)), verify_ms(1 + sum(lengths) / len(rows)), verify_ms(1)
+        follow_ms = self.costs.follow_ms * sum(length > 0 for length in lengths)
+        verifying = verify_ms(1 + sum(lengths) / len(rows))
+        return Predicted(sum(map(draft_ms, counts)), verifying, follow_ms, verify_ms(1))
 
-    def gain(self, context: float, rows: int, alpha: float | None = None) -> float:
-        """Speed-up over plain decoding that is to be expected with the best budget and lengths, selection left out.
+    def gain(self, context: float, rows: int, alpha: float | None = None, answer: float = float("inf")) -> float:
+        """Speed-up over plain decoding that is to be expected with the best budget and lengths.
+
+        With lengths that are chosen it is never below 1.
 
         Args:
             alpha: acceptance; None for what each budget is expected to have.
+            answer: tokens that a row gets, over which what choosing costs is spread.
         """
-        best = max(self._rate(context, rows, budget, alpha) for budget in self.budgets)
+        best = max(self._rate(context, rows, budget, alpha, answer) for budget in self.budgets)
         return best * self._verify_ms(context, rows)(1) / rows
 
-    def break_even(self, rows: int, longest: float) -> float | None:
+    def break_even(self, rows: int, longest: float, answer: float = float("inf")) -> float | None:
         """The context from which drafting is expected to pay; None where it is not, up to the longest one."""
-        return break_even_context(lambda context: self.gain(context, rows) / WORTH, longest)
+        return break_even_context(lambda context: self.gain(context, rows, answer=answer) / WORTH, longest)
 
-    def _rate(self, context: float, rows: int, budget: int, alpha: float | None = None) -> float:
+    def _rate(
+        self, context: float, rows: int, budget: int, alpha: float | None = None, answer: float = float("inf")
+    ) -> float:
         """Tokens per ms of rows that are all alike."""
-        alphas = [self.acceptance(budget) if alpha is None else alpha] * rows
-        draft_ms = self._draft_ms(min(budget, int(context)))
-        return best_lengths(alphas, [self.longest] * rows, draft_ms, self._verify_ms(context, rows)).rate
+        assert self.costs is not None
+        alpha = self.acceptance(budget) if alpha is None else alpha
+        draft_ms, verify_ms = self._draft_ms(min(budget, int(context)))(rows), self._verify_ms(context, rows)
+        begin_ms, follow_ms = self.costs.begin_ms(context), rows * self.costs.follow_ms
+        if self.gamma is not None:
+            ms = self.gamma * draft_ms + verify_ms(self.gamma + 1) + follow_ms
+            return spread(rows * expected_tokens(alpha, self.gamma) / ms, begin_ms, answer)
+        found = best_lengths([alpha], [self.longest], lambda _: draft_ms, verify_ms, follow_ms)  # one stands for all
+        plain = rows / verify_ms(1)
+        return max(plain, spread(rows * found.rate, begin_ms, answer)) if any(found.lengths) else plain
 
     def _best(self, rows: Sequence[Row], states: Sequence[RowState], limits: Sequence[int]) -> list[int] | None:
         """The best lengths, or None where plain decoding is as good once small caches that are missing are paid for."""
@@ -186,7 +212,7 @@ class Schedule:
         if situation == self._refused:
             return None
         verify_ms = self._verify_ms(context, len(rows))
-        found: Lengths = best_lengths(alphas, limits, self._draft_ms(held), verify_ms)
+        found: Lengths = best_lengths(alphas, limits, self._draft_ms(held), verify_ms, self.costs.follow_ms)
         plain = len(rows) / verify_ms(1)
         if found.rate < WORTH * plain:
             self._refused = situation

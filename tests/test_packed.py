@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from specbench.errors import ModelError
-from specbench.models.kv_cache import KeyValueCache, slots_for
+from specbench.models.kv_cache import LARGE, KeyValueCache, slots_for, zeros
 from specbench.models.packed import PackedModel, supports
 from specbench.models.packed_linear import PLAIN, can_prepack, multiply, pack
 from specbench.models.quantised import quantise_int4, quantise_int8
@@ -366,6 +366,15 @@ def test_slots_shrink_after_a_long_text_but_not_after_a_rejected_draft():
     assert cache.slots == slots
     cache.fit(1, 1500, [0])
     assert cache.slots == slots_for(1500)
+
+
+def test_large_caches_are_zeros_like_small_ones_and_can_be_written():
+    for count in (10, LARGE // 4 - 1, LARGE // 4, LARGE // 4 + 1):
+        memory = zeros(count, torch.float32)
+        assert (len(memory), memory.dtype) == (count, torch.float32)
+        assert not memory.any()
+        memory[-1] = 3
+        assert float(memory.sum()) == 3
 
 
 def test_slots_follow_the_longest_row_in_small_steps():

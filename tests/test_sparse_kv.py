@@ -283,13 +283,16 @@ def test_a_short_context_of_a_draft_ends_its_drafts_and_nothing_else():
 
 def test_below_break_even_it_decodes_plainly_and_says_so():
     """Short text: a forward costs the draft what it costs the target, so there is nothing to be won."""
-    strategy = make(costs=costs())
-    strategy._break_even = 3000.4
+    strategy = make()
+    strategy.use_costs(costs(), 1, 8192)
+    expected = strategy._schedule().break_even(1, 8192, 40)
     steps = run(strategy, [Request(1, [1, 2, 3], 40)])
     assert all(step.drafted == 0 for step in steps)
     assert strategy.view.chosen == []
     assert strategy.facts["decoded_plainly"] == "below break-even"
-    assert strategy.facts["break_even_context"] == 3000
+    assert expected is not None
+    assert strategy.facts["break_even_context"] == round(expected)
+    assert strategy.facts["constant_ms"] == pytest.approx(10, abs=1e-3)
     assert strategy.facts["plain_rounds"] == strategy.facts["rounds"] == 39
 
 
@@ -428,8 +431,8 @@ def test_memory_and_times_stand_in_the_facts(real):
     assert facts["budgets"] == "64"
     assert 1 <= facts["omega"] <= 4
     assert facts["mean_gamma"] <= 3
-    for name in ("select_ms", "draft_ms", "verify_ms", "predicted_draft_ms", "predicted_verify_ms",
-                 "predicted_plain_ms"):  # fmt: skip
+    for name in ("select_ms", "draft_ms", "verify_ms", "follow_ms", "predicted_select_ms", "predicted_draft_ms",
+                 "predicted_verify_ms", "predicted_follow_ms", "predicted_plain_ms"):  # fmt: skip
         assert facts[name] > 0
     strategy.close()
 
@@ -446,7 +449,8 @@ def test_measuring_costs_leaves_nothing_cached_and_choosing_by_them_is_exact(rea
     assert curve.contexts[-1] >= 700
     assert (curve.median_ms > 0).all()
     assert strategy.costs.draft.contexts[0] < 300
-    assert strategy.costs.select_ms > 0
+    assert strategy.costs.begin_ms(600) > 0
+    assert strategy.costs.follow_ms > 0
     assert strategy.costs.read_ms == 0
     asked = real_requests(30)
     expected = decode(Autoregressive({"target": target}, PlainOptions()), asked, Sampling())
@@ -505,12 +509,14 @@ def test_a_draft_model_that_is_not_there_and_a_runtime_without_small_caches_are_
 def test_an_arm_that_explains_itself_says_what_a_round_took_and_was_to_take():
     """Four rounds, one of them plain: 3 x 20 ms of drafts, 4 x 30 of verification, 8 of choosing."""
     facts = {
-        "rounds": 4, "plain_rounds": 1, "draft_ms": 20.0, "verify_ms": 30.0, "select_ms": 8.0, "omega": 3.0,
-        "predicted_draft_ms": 16.0, "predicted_verify_ms": 32.0, "predicted_plain_ms": 30.0, "explained": True,
+        "rounds": 4, "plain_rounds": 1, "draft_ms": 20.0, "verify_ms": 30.0, "select_ms": 8.0, "follow_ms": 0.4,
+        "predicted_draft_ms": 16.0, "predicted_verify_ms": 32.0, "predicted_select_ms": 4.0, "predicted_follow_ms": 0.8,
+        "predicted_plain_ms": 30.0, "omega": 3.0, "constant_ms": 9.0, "explained": True,
     }  # fmt: skip
     assert told("docs", "sparse-kv", [sample(facts=facts)] * 2) == (
-        "docs, sparse-kv: a round took 47.0 ms (draft 15.0, verification 30.0, choosing 2.0), predicted 46.0 "
-        "(12.0, 32.0), and made 2.50 tokens a row; a plain step would take 30.0: 1.63x predicted"
+        "docs, sparse-kv: a round took 47.3 ms (predicted 45.6): draft 15.0 (12.0), verification 30.0 (32.0), choosing "
+        "2.0 (1.0), following 0.3 (0.6); it made 2.50 tokens a row, and a plain step would take 30.0: 1.64x predicted. "
+        "Every forward takes 9.0 before it reads any of the cache"
     )
     assert told("docs", "sparse-kv", [sample(facts=facts | {"explained": False}), sample()]) is None
 

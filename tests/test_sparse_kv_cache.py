@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from specbench.errors import ModelError, UsageError
+from specbench.models import native
 from specbench.models.packed import PackedModel
 from specbench.models.packed_linear import can_prepack
 from specbench.models.sparse_select import Selection, attention_received, sinks_and_window, snapkv
@@ -18,6 +20,7 @@ needs_bf16 = pytest.mark.skipif(
     not can_prepack(torch.bfloat16), reason="this processor has no bfloat16 kernels in oneDNN"
 )
 DTYPES = ["float32", pytest.param("bfloat16", marks=needs_bf16)]
+needs_native = pytest.mark.skipif(native.load(torch.float32) is None, reason="our kernels cannot be had here")
 STREAM = Selection("stream", sinks=4)
 RATIOS = {1: (4, 4), 3: (6, 2), 4: (4, 1), 7: (7, 1)}  # query heads per key head: (heads, key heads)
 
@@ -113,6 +116,42 @@ def test_the_prefills_own_queries_choose_what_transformers_attention_says(ratio,
             assert scores[head, found[:-8]].min() >= scores[head, others].max() - 1e-5
 
 
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize(
+    ("known", "count", "budget", "window"), [(70, 8, 24, 8), (513, 32, 200, 32), (1000, 20, 33, 32), (700, 70, 128, 70)]
+)
+def test_our_kernels_choose_what_torch_chooses(ratio, dtype, known, count, budget, window):
+    """Over the ends of pieces, with fewer queries than the window, with more than attend together; on one thread and
+    two. In bfloat16 up to what weights are rounded to."""
+    heads, kv_heads = RATIOS[ratio]
+    dense = packed(make(heads, kv_heads, dtype), dtype)
+    generator = torch.Generator().manual_seed(known + ratio)
+    cache = dense._cache
+    cache.fit(2, known + 9, [0, 0])
+    cache.blocks.copy_(torch.randn(cache.blocks.shape, generator=generator))
+    cache.blocks[:, :, :, :, known:] = torch.nan
+    queries = (torch.randn(3, count, heads, 16, generator=generator) * 0.7).to(cache.dtype)
+    chosen = dense._decoder.native.choose(queries, cache, 1, known, budget, window, 5)
+    keys = cache.blocks[:, 0, 1, :, :known]
+    if dtype == "float32":
+        expected = [snapkv(queries[layer], keys[layer], budget, window) for layer in range(3)]
+        assert torch.equal(chosen, torch.stack(expected))
+    for layer in range(3):
+        received = attention_received(queries[layer], keys[layer])[:, : known - window]
+        scores = F.avg_pool1d(received, 5, stride=1, padding=2)
+        assert chosen[layer, :, budget - window :].tolist() == [list(range(known - window, known))] * kv_heads
+        for head in range(kv_heads):
+            kept = chosen[layer, head, : budget - window]
+            assert (kept.diff() > 0).all()
+            left = torch.ones(known - window, dtype=torch.bool)
+            left[kept] = False
+            assert scores[head, kept].min() >= scores[head, left].max() * (1 - 2**-6)
+    torch.set_num_threads(2)
+    assert torch.equal(dense._decoder.native.choose(queries, cache, 1, known, budget, window, 5), chosen)
+
+
 def test_fewer_queries_than_the_window_choose_as_well():
     queries, keys = torch.randn(3, 4, 16), torch.randn(2, 50, 16)
     received = attention_received(queries, keys)
@@ -196,12 +235,12 @@ def test_keeping_queries_changes_no_bit(dtype):
 def test_keys_and_values_of_the_chosen_positions_are_copied_as_they_are(dtype, rule):
     dense = packed(make(dtype=dtype), dtype)
     view = watched(dense, rule)
-    contexts = [text(90, row) for row in range(3)]
+    contexts = [text(400, row) for row in range(3)]
     dense.advance(contexts)
     for row in (1, 0, 2):
         view.select(row, contexts[row], 24)
     for row in range(3):
-        positions = view._choose(row, 90, 24)
+        positions = view._choose(row, 400, 24)
         for layer in range(3):
             for head in range(2):
                 expected = dense._cache.blocks[layer, :, row, head, positions[layer, head]]

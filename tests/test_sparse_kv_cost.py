@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from test_sparse_kv import costs
 
 from specbench.hardware.cost_model import expected_tokens
-from specbench.hardware.sparse_cost import Roofline, best_lengths, break_even_context, sparse_speedup
+from specbench.hardware.sparse_cost import Roofline, best_lengths, break_even_context, sparse_speedup, spread
 from specbench.strategies.base import Request, Row
 from specbench.strategies.sparse_kv_schedule import ASSUMED, BUDGET, GAMMA, Schedule
 
@@ -22,8 +23,10 @@ def test_the_formula_by_hand():
     assert expected_tokens(0.5, 2) == 1.75
     assert sparse_speedup(0.5, 2, draft_ms=1, verify_ms=6, target_ms=5) == pytest.approx(5 * 1.75 / 8)
     # a selection of 100 ms over 50 tokens adds 2 ms to each
-    spread = sparse_speedup(0.5, 2, draft_ms=1, verify_ms=6, target_ms=5, select_ms=100, tokens=50)
-    assert spread == pytest.approx(5 / (8 / 1.75 + 2))
+    slower = sparse_speedup(0.5, 2, draft_ms=1, verify_ms=6, target_ms=5, select_ms=100, tokens=50)
+    assert slower == pytest.approx(5 / (8 / 1.75 + 2))
+    # two rows of 50 tokens, each begun with 100 ms, at 0.5 tokens per ms: 200 ms of rounds and 200 of beginning
+    assert spread(0.5, 100, 50) == pytest.approx(100 / 400)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +90,13 @@ def test_one_row_drafts_what_the_cost_model_for_one_row_says():
         assert found.rate == pytest.approx(max(rates))
 
 
+def test_what_rows_cost_beside_forwards_is_counted_for_those_that_draft():
+    """A row that is always right, and one that never is: 2 tokens and 1 in 10.5 + 1 + 1 ms, or 2 in 10."""
+    draft_ms, verify_ms = lambda rows: 1, lambda tokens: 9 + tokens
+    assert best_lengths([1.0, 0.0], [1, 1], draft_ms, verify_ms, 1.0).rate == pytest.approx(3 / 12.5)
+    assert best_lengths([1.0, 0.0], [1, 1], draft_ms, verify_ms, 9.0).lengths == (0, 0)
+
+
 def test_a_step_in_the_cost_of_the_first_draft_token_does_not_hide_what_lies_behind_it():
     """Two tokens may cost nearly as much as eight where kernels change."""
     found = best_lengths([0.95], [8], lambda rows: 0.05, lambda tokens: 1 if tokens == 1 else 1.9)
@@ -127,9 +137,30 @@ def test_the_break_even_has_the_sign_of_the_decision():
     assert Schedule(costs(per_slot=0.0)).break_even(8, 8192) is None
 
 
+def test_what_choosing_costs_is_in_the_break_even():
+    """Spread over a short answer it moves it up, and out of reach; over a long one hardly."""
+    free, dear = Schedule(costs()), Schedule(costs(select_ms=0.2))
+    without = free.break_even(8, 8192, 100)
+    assert without == free.break_even(8, 8192)
+    assert without == pytest.approx(dear.break_even(8, 8192, 1e9), rel=1e-3)
+    assert without * 1.2 < dear.break_even(8, 8192, 100)
+    assert dear.break_even(8, 8192, 8) is None
+    assert dear.gain(8192, 8, answer=8) == pytest.approx(1)  # plain decoding, then
+
+
+def test_a_fixed_length_may_be_worse_than_none():
+    """Three draft tokens of 20 ms, and a verification 15 % dearer than a step of 20, make no more than four tokens."""
+    schedule = Schedule(costs(), gamma=3, budget=1024)
+    assert schedule.gain(1024, 1) < 1
+    assert schedule.break_even(1, 1024) is None
+    assert schedule.break_even(1, 8192) == pytest.approx(
+        next(context for context in range(1024, 8192, 8) if schedule.gain(context, 1) > 1.02), rel=0.02
+    )
+
+
 def test_larger_budgets_for_longer_contexts_and_worse_acceptance():
     schedule = Schedule(costs())
-    assert [schedule.budget_for(context, 8) for context in (200, 1000)] == [128, 128]
+    assert [schedule.budget_for(context, 8) for context in (200, 1000)] == [128, 256]
     cheap = [schedule.budget_for(context, 8) for context in (2000, 4000, 8000)]
     assert cheap == sorted(cheap)
     state = schedule.begin(Request(1, [1], 9))
@@ -171,11 +202,14 @@ def test_predictions_are_the_costs_of_what_is_decided():
     states = [schedule.begin(one.request) for one in batch]
     for state in states:
         schedule.chosen(state, 4000, 256)
-    drafting, verifying, plain = schedule.predicted(batch, states, [4, 2])
+    drafting, verifying, following, plain = schedule.predicted(batch, states, [4, 2])
     # 4,096 slots and two rows: 10 + 2 x 40.96 ms; 320 slots of the draft: two forwards of two rows, two of one
     assert plain == pytest.approx(10 + 2 * 40.96)
     assert verifying == pytest.approx((10 + 2 * 40.96) * 1.15)
     assert drafting == pytest.approx(2 * (10 + 2 * 3.2) + 2 * (10 + 3.2))
+    assert following == 0
+    schedule.costs = replace(costs(), follow_ms=0.5)
+    assert schedule.predicted(batch, states, [4, 0]).follow == 0.5
 
 
 def test_a_small_cache_that_is_not_full_yet_holds_what_there_was():
