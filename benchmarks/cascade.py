@@ -28,7 +28,7 @@ from specbench.hardware.cost_model import cascade_tokens_per_s
 from specbench.hardware.environment import environment
 from specbench.models.cost_curve import CostCurve
 from specbench.options import build
-from specbench.results import metrics, statistics
+from specbench.results import drafts, metrics, statistics
 from specbench.results.records import Sample
 from specbench.strategies import registry
 from specbench.strategies.cascade import cost_curves
@@ -170,8 +170,10 @@ def main(argv: list[str] | None = None) -> int:
     for model in models.values():
         model.reserve(1, needed)
     arms = make_arms(models, args)
+    questions = drafts.questions(prepared[0].infos["target"])
     for arm in arms:
         arm.strategy.prepare(1, needed)
+        arm.strategy.practise(questions)
     rounds = 0
     for one in prepared:
         rounds = measure_task(one, arms, args, rounds, reader=models["target"])

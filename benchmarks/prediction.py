@@ -2,57 +2,102 @@
 
     python benchmarks/prediction.py --target MODEL --draft MODEL[,MODEL] [--dtype bfloat16] [--threads 2]
         [--tasks humaneval=8,spec-bench:math_reasoning=8,...] [--task-option spec-bench.path=FILE]
-        [--lengths 2,4,6] [--max-new-tokens 64] [--plot FILE.png] [--json] [--out FILE]
+        [--lengths 2,4] [--max-new-tokens 64] [--also FILE.json,...] [--plot FILE.png] [--json] [--out FILE]
 
 Arms are interleaved prompt by prompt on one set of loaded models: plain decoding, `speculative` once per length,
-`lookup`, `cascade`, and `auto`. The cost curves are measured before the first task and after each, and the median of
-these counts, so that a machine that changes its speed changes both sides. Predicted is what
-`results.prediction.replay` makes of the steps that were counted: the same function that fills the column
-"predicted by profile" of a run's table.
+`lookup`, `cascade`, and `auto`. The target reads each prompt once, untimed, for all of them: only decoding is compared.
+Cost curves are measured before the first task and after every four prompts, and those around the prompts of a task
+count for it: a machine that changes its speed may change it differently for reading memory and for arithmetic.
+Predicted is what `results.prediction.replay` makes of the steps that were counted: the same function that fills the
+column "predicted by profile" of a run's table. Two things are added to what a profile knows: what an arm does beside
+its forwards, measured on questions that no task holds, and the reading of prompts of the very length. Nothing is fitted
+to the times that are predicted.
 
 A cell is a strategy on a task. The summary tells the share of cells whose prediction is within `--within` of what was
 measured, and how `auto` compares with the best single strategy and with plain decoding on each task. What `auto`
 spends on trying is measured: the time of its first rounds on a prompt less what plain decoding takes for their tokens.
+A harder test stands beside it: the acceptance of one half of the prompts against the speed-up of the other half.
+
+With `--out` every task is written as soon as it is done, and tasks that stand in the file already are not measured
+again: the same command goes on where it was stopped, and further tasks may be added. Strategies on two devices and
+sparse caches have benchmarks of their own, which predict as well: `--also` takes the documents that `two_devices.py`
+and `sparse_kv.py` wrote with `--out`, and counts their cells with the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from interleaved import Arm, load_models, measure_task, parser_of, prepared_tasks
+from interleaved import Arm, Note, load_models, measure_task, parser_of, prepared_tasks
+from overlap_model import read_samples
+from prediction_cells import also, cells_of, draw, summary
+from prediction_costs import beside_ms, measure_round, prices
 
 from specbench.hardware import devices
 from specbench.hardware.environment import environment
 from specbench.models.base import CachedModel
-from specbench.models.cost_curve import CostCurve
-from specbench.models.remote import cost_of
 from specbench.options import build
-from specbench.results import metrics, statistics
-from specbench.results.forecasts import asked, level_roles
-from specbench.results.plots import COLOURS, require_matplotlib
+from specbench.results import drafts, metrics, statistics
+from specbench.results.forecasts import asked, level_roles, steps_of
+from specbench.results.plots import require_matplotlib
 from specbench.results.prediction import Prices, Work, replay
-from specbench.results.records import Sample
+from specbench.results.prepare import Prepared
+from specbench.results.records import Sample, write_atomically
 from specbench.strategies import registry
 
 BASELINE, AUTO = "autoregressive", "auto"
-COUNTS = (1, 2, 3, 4, 5, 6, 8, 12, 17)
-CONTEXTS = (64, 384)
-PROMPT = 128
+TOGETHER = 4  # prompts between two measurements of the cost curves
+SETTINGS = ("target", "draft", "dtype", "lengths", "max_new_tokens", "temperature", "seed", "repeats")
+
+Samples = dict[str, list[Sample]]  # by arm
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
+    parser.set_defaults(lengths="2,4", max_new_tokens=64)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--within", type=float, default=0.1, help="what counts as right (default: 0.1)")
+    parser.add_argument("--also", default="", help="documents of two_devices.py and sparse_kv.py, comma-separated")
     parser.add_argument("--plot", type=Path, help="a scatter plot, as PNG or SVG")
     return parser.parse_args(argv)
+
+
+def opened(args: argparse.Namespace) -> dict[str, Any]:
+    """The document so far: a new one, or what stands in `--out`. Ends the program where that is of something else."""
+    settings = {name: getattr(args, name) for name in SETTINGS}
+    new = {"benchmark": "prediction", **settings, "beside_ms": {}, "rounds": [], "tasks": {}}
+    if args.out is None or not args.out.exists():
+        return new
+    try:
+        found = json.loads(args.out.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{args.out}: cannot be read as JSON ({error}); name another file with --out") from None
+    differing = [
+        name for name in ("benchmark", *SETTINGS) if not isinstance(found, dict) or found.get(name) != new[name]
+    ]
+    if differing:
+        raise SystemExit(f"{args.out}: was measured with another {differing[0]}; name another file with --out")
+    return found
+
+
+def kept_samples(path: Path, document: Mapping[str, Any]) -> dict[str, Samples]:
+    """The samples beside a document, of its tasks, prompts and arms."""
+    found = read_samples(path, document["tasks"])
+    return {
+        task: {
+            arm: [sample for sample in found[task][arm] if sample.prompt_id in entry["prompt_ids"]]
+            for arm in document["beside_ms"]
+        }
+        for task, entry in document["tasks"].items()
+    }
 
 
 def make_arms(models: dict[str, CachedModel], lengths: Sequence[int]) -> list[Arm]:
@@ -65,50 +110,94 @@ def make_arms(models: dict[str, CachedModel], lengths: Sequence[int]) -> list[Ar
     return [arm(BASELINE, BASELINE), *drafted, arm("lookup", "lookup"), arm("cascade", "cascade"), arm(AUTO, AUTO)]
 
 
-class Curves:
-    """Cost curves that are measured again and again."""
+class Measuring:
+    """Models and arms of one session, which adds what it measures to the document.
 
-    def __init__(self, models: dict[str, CachedModel], needed: int) -> None:
-        self.models, self.rounds, self.reading = models, [], []
-        longest = min(model.context_length for model in models.values())
-        self.contexts = tuple(sorted({min(at, longest - COUNTS[-1], max(needed, CONTEXTS[0])) for at in CONTEXTS}))
-        self.prompt = min(PROMPT, longest - 1)
+    Attributes:
+        samples: by task and arm.
+    """
 
-    def measure(self) -> None:
-        grid: dict[str, Any] = dict(new_tokens=COUNTS, context=self.contexts, repeats=3)
-        self.rounds.append({role: cost_of(model, **grid) for role, model in self.models.items()})
-        once: dict[str, Any] = dict(new_tokens=(self.prompt,), context=1, repeats=1)
-        drafts = {role: model for role, model in self.models.items() if role != "target"}
-        self.reading.append({role: cost_of(model, **once).ms(self.prompt) for role, model in drafts.items()})
+    def __init__(self, args: argparse.Namespace, document: dict[str, Any], prepared: Sequence[Prepared]) -> None:
+        self.args, self.document, self.prepared = args, document, prepared
+        self.samples: dict[str, Samples] = {}
+        placement = prepared[0].checked.placement
+        devices.apply(placement)
+        self.models = load_models(prepared)
+        self.needed = max(one.needed_tokens for one in prepared)
+        for model in self.models.values():
+            model.reserve(1, self.needed)
+        self.lengths = sorted({_prompt_tokens(one) for one in prepared})
+        self.arms = make_arms(self.models, [int(length) for length in args.lengths.split(",") if length])
+        document["threads"], document["cpu"] = placement.threads, environment()["cpu"]
 
-    def prices(self) -> Prices:
-        """The medians."""
-        curves = {}
-        for role, first in self.rounds[0].items():
-            values = np.median([found[role].median_ms for found in self.rounds], axis=0)
-            curves[role] = CostCurve(first.new_tokens, first.contexts, first.rows, values)
-        reading = {role: float(np.median([found[role] for found in self.reading])) for role in self.reading[0]}
-        return Prices(curves, {role: ms / self.prompt for role, ms in reading.items()})
+    def run(self) -> None:
+        questions = drafts.questions(self.prepared[0].infos["target"])
+        say = Note().stage
+        for arm in self.arms:
+            say(f"preparing {arm.name}")
+            arm.strategy.prepare(1, self.needed)
+            arm.strategy.practise(questions)
+        sampling = self.prepared[0].plan.sampling(self.prepared[0].eos)
+        say("measuring what arms do beside their forwards")
+        for arm in self.arms:
+            found = self.document["beside_ms"].setdefault(arm.name, [])
+            found.append(beside_ms(arm, questions, sampling))
+        self._round()
+        rounds = 0
+        for one in self.prepared:
+            name, load, before = one.plan.task[0], os.getloadavg()[0], len(self.document["rounds"]) - 1
+            turns = [turn for turn in one.first_turns if turn.error is None]
+            for at in range(0, len(turns), TOGETHER):
+                part = dataclasses.replace(one, first_turns=turns[at : at + TOGETHER])
+                rounds = measure_task(part, self.arms, self.args, rounds, reader=self.models["target"])
+                self._round()
+            self.samples[name] = {arm.name: arm.samples[name] for arm in self.arms}
+            ids = list(dict.fromkeys(sample.prompt_id for sample in self.samples[name][BASELINE]))
+            entry = {"load": [load, os.getloadavg()[0]], "prompt_ids": ids, "prompt_tokens": _prompt_tokens(one)}
+            entry["rounds"] = list(range(before, len(self.document["rounds"])))
+            self.document["tasks"][name] = entry
+            write(self.document, self.args.out)
+
+    def _round(self) -> None:
+        Note().stage("measuring cost curves")
+        self.document["rounds"].append(measure_round(self.models, self.needed, self.lengths))
 
 
-def predicted(arm: Arm, samples: Sequence[Sample], prices: Prices) -> float | None:
-    """Decode speed-up over plain decoding, from the counted steps and the curves."""
-    drafting = metrics.drafting(samples)
-    facts = {"roles": dict.fromkeys(arm.strategy.models), "options": {}}
-    roles = level_roles(facts, len(drafting.levels))
-    assert roles is not None  # no arm names its levels
-    ran = asked((sample.levels for sample in samples), len(samples), arm.strategy.name)
+def _prompt_tokens(prepared: Prepared) -> int:
+    return max(1, round(np.mean([len(turn.ids) for turn in prepared.first_turns if turn.error is None])))
+
+
+def write(document: Mapping[str, Any], path: Path | None) -> None:
+    if path:
+        write_atomically(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+
+
+# What came out
+
+
+def predicted(arm: str, roles: Sequence[str], samples: Sequence[Sample], known: Prices) -> float | None:
+    """Decode speed-up over plain decoding, from the counted steps and the curves; of no steps there is none."""
+    strategy, drafting = arm.split()[0], metrics.drafting(samples)
+    levels = level_roles({"roles": dict.fromkeys(roles), "options": {}}, len(drafting.levels))
+    assert levels is not None  # no arm names its levels
+    told = ((steps_of(sample), sample.levels) for sample in samples)
     length = sum(sample.prompt_tokens for sample in samples) / len(samples)
-    found = replay(arm.strategy.name, Work(drafting, len(samples), ran, length, roles), prices)
+    work = Work(drafting, len(samples), asked(strategy, drafting, len(samples), told), length, levels)
+    found = replay(strategy, work, known)
     return found[0] / found[1] if found else None
 
 
-def report_task(task: str, arms: Sequence[Arm], prices: Prices) -> dict[str, Any]:
-    base = arms[0].samples[task]
+def report_task(samples: Samples, roles: Sequence[str], known: Prices, beside: Mapping[str, float]) -> dict[str, Any]:
+    """Every arm of a task beside its prediction, and what `auto` chose.
+
+    Args:
+        roles: of the models.
+        beside: milliseconds per forward, by arm.
+    """
+    base = samples[BASELINE]
     tokens = {(sample.prompt_id, sample.repeat): sample.token_ids for sample in base}
     found: dict[str, Any] = {"prompts": len({sample.prompt_id for sample in base}), "arms": {}}
-    for arm in arms:
-        ours = arm.samples[task]
+    for name, ours in samples.items():
         drafting = metrics.drafting(ours)
         entry: dict[str, Any] = {
             "decode_tokens_per_s": metrics.decode_tokens_per_s(ours),
@@ -118,19 +207,43 @@ def report_task(task: str, arms: Sequence[Arm], prices: Prices) -> dict[str, Any
             "outputs": len(ours),
             "speedup": 1.0,
         }
-        if arm is not arms[0]:
-            speedup = statistics.decode_speedup(statistics.pair(base, ours).pairs, per_token=True)
-            assert speedup is not None
-            entry |= {"speedup": speedup.value, "low": speedup.low, "high": speedup.high}
-            entry["predicted"] = predicted(arm, ours, prices)
-            if entry["predicted"] is not None:
-                entry["predicted_over_measured"] = entry["predicted"] / speedup.value
-        found["arms"][arm.name] = entry
+        if name != BASELINE:
+            own = {BASELINE: beside.get(BASELINE, 0.0), name.split()[0]: beside.get(name, 0.0)}
+            entry |= _held_against(name, roles, ours, base, dataclasses.replace(known, beside_ms=own))
+        found["arms"][name] = entry
     speeds = {name: entry["speedup"] for name, entry in found["arms"].items() if name != AUTO}
     found["best_single"] = max(speeds, key=lambda name: speeds[name])
-    found["auto"] = choosing(next(arm for arm in arms if arm.name == AUTO).samples[task], base)
+    found["auto"] = choosing(samples[AUTO], base)
     found["auto"]["over_best_single"] = found["arms"][AUTO]["speedup"] / speeds[found["best_single"]]
     return found
+
+
+def _held_against(
+    name: str, roles: Sequence[str], ours: Sequence[Sample], base: Sequence[Sample], known: Prices
+) -> dict[str, Any]:
+    speedup = statistics.decode_speedup(statistics.pair(base, ours).pairs, per_token=True)
+    if speedup is None:
+        return {}
+    entry: dict[str, Any] = {"speedup": speedup.value, "low": speedup.low, "high": speedup.high}
+    entry["predicted"] = predicted(name, roles, ours, known)
+    if entry["predicted"] is not None:
+        entry["predicted_over_measured"] = entry["predicted"] / speedup.value
+    halves = _halves(ours), _halves(base)
+    if all(map(all, halves)):
+        entry["from_other_half"] = []
+        for one, other in ((0, 1), (1, 0)):
+            there = predicted(name, roles, halves[0][other], known)
+            here = statistics.decode_speedup(statistics.pair(halves[1][one], halves[0][one]).pairs, per_token=True)
+            if there is not None and here is not None:
+                entry["from_other_half"].append(there / here.value)
+    return entry
+
+
+def _halves(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
+    """The samples of every other prompt, and the others."""
+    prompts = list(dict.fromkeys(sample.prompt_id for sample in samples))
+    even = set(prompts[::2])
+    return [s for s in samples if s.prompt_id in even], [s for s in samples if s.prompt_id not in even]
 
 
 def choosing(samples: Sequence[Sample], base: Sequence[Sample]) -> dict[str, Any]:
@@ -154,115 +267,58 @@ def choosing(samples: Sequence[Sample], base: Sequence[Sample]) -> dict[str, Any
     }
 
 
-def summary(tasks: dict[str, Any], within: float) -> dict[str, Any]:
-    cells = [
-        (task, name, entry["predicted_over_measured"])
-        for task, found in tasks.items()
-        for name, entry in found["arms"].items()
-        if "predicted_over_measured" in entry
-    ]
-    right = sum(abs(ratio - 1) <= within for _, _, ratio in cells)
-    far = max(cells, key=lambda cell: abs(np.log(cell[2])), default=None)
-    return {
-        "cells": len(cells),
-        "within": within,
-        "share_within": right / len(cells) if cells else None,
-        "furthest": far and {"task": far[0], "arm": far[1], "predicted_over_measured": far[2]},
-        "auto_worst_over_best_single": min(found["auto"]["over_best_single"] for found in tasks.values()),
-        "auto_worst_over_plain": min(found["arms"][AUTO]["speedup"] for found in tasks.values()),
-        "exact": all(arm["exact"] == arm["outputs"] for found in tasks.values() for arm in found["arms"].values()),
-    }
-
-
-def draw(document: dict[str, Any], path: Path) -> None:
-    """Measured over predicted, a colour per strategy, on logarithmic axes with the band of `within`."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
-    groups: dict[str, list[tuple[float, float]]] = {}
-    for found in document["tasks"].values():
-        for name, entry in found["arms"].items():
-            if entry.get("predicted"):
-                groups.setdefault(name.partition(" ")[0], []).append((entry["predicted"], entry["speedup"]))
-    values = [value for points in groups.values() for point in points for value in point]
-    low, high = min([*values, 1.0]) / 1.08, max([*values, 1.0]) * 1.08
-    figure = Figure(figsize=(6.4, 6.2), dpi=144, layout="constrained")
-    axes = figure.add_subplot()
-    within, line = document["summary"]["within"], np.array([low, high])
-    axes.fill_between(line, line / (1 + within), line * (1 + within), color=COLOURS["line"], alpha=0.4, linewidth=0,
-                      label=f"within {within:.0%}")  # fmt: skip
-    axes.plot(line, line, color=COLOURS["soft"], linewidth=1)
-    for number, (name, points) in enumerate(groups.items(), 1):
-        x, y = zip(*points, strict=True)
-        axes.plot(x, y, "osD^v"[number % 5], color=COLOURS[f"arm{number % 7}"], markersize=6, label=name)
-    axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), aspect="equal")
-    axes.set(xlabel="predicted decode speed-up", ylabel="measured decode speed-up")
-    ticks = [tick for tick in (0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8, 12) if low <= tick <= high]
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_ticks(ticks)
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
-        axis.set_minor_formatter(NullFormatter())
-    axes.grid(color=COLOURS["line"], linewidth=0.6, alpha=0.6)
-    axes.legend(frameon=False, loc="upper left")
-    models = f"{Path(document['target']).name}, draft {Path(document['draft']).name}, {document['dtype']}"
-    axes.set_title(f"{models}\n{document['cpu']}, {document['threads']} threads", fontsize=10, loc="left")
-    figure.savefig(path)
+def reported(document: dict[str, Any], samples: Mapping[str, Samples], args: argparse.Namespace) -> dict[str, Any]:
+    """The document with the reports of all its tasks, and with a summary."""
+    beside = {name: float(np.median(values)) for name, values in document["beside_ms"].items()}
+    roles = list(document["rounds"][-1]["curves"])
+    for task, entry in document["tasks"].items():
+        known = prices([document["rounds"][at] for at in entry["rounds"]], entry["prompt_tokens"])
+        entry |= report_task(samples[task], roles, known, beside)
+    document["also"] = also(args.also)
+    document["summary"] = summary(cells_of(document), document["tasks"], args.within)
+    return document
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if args.plot:
         require_matplotlib()
-    load_before = os.getloadavg()[0]
-    prepared = prepared_tasks(args, ("speculative", "lookup", "cascade"), threads=args.threads)
-    placement = prepared[0].checked.placement
-    devices.apply(placement)
-    models = load_models(prepared)
-    needed = max(one.needed_tokens for one in prepared)
-    for model in models.values():
-        model.reserve(1, needed)
-    arms = make_arms(models, [int(length) for length in args.lengths.split(",") if length])
-    for arm in arms:
-        arm.strategy.prepare(1, needed)
-    curves, rounds = Curves(models, needed), 0
-    curves.measure()
-    for one in prepared:
-        rounds = measure_task(one, arms, args, rounds)
-        curves.measure()
-    prices = curves.prices()
-    tasks = {one.plan.task[0]: report_task(one.plan.task[0], arms, prices) for one in prepared}
-    document = {
-        "benchmark": "prediction", "target": args.target, "draft": args.draft, "dtype": prepared[0].dtype,
-        "threads": placement.threads, "max_new_tokens": args.max_new_tokens, "temperature": args.temperature,
-        "seed": args.seed, "repeats": args.repeats, "cpu": environment()["cpu"],
-        "load_before": load_before, "load_after": os.getloadavg()[0],
-        "curves": {role: curve.as_record() for role, curve in prices.curves.items()},
-        "reading_ms_per_token": dict(prices.reading_ms),
-        "tasks": tasks, "summary": summary(tasks, args.within),
-    }  # fmt: skip
-    text = json.dumps(document, indent=1, allow_nan=False)
-    if args.out:
-        args.out.write_text(text + "\n", encoding="utf-8")
+    also(args.also)  # whatever cannot be read is told before anything is measured
+    document = opened(args)
+    wanted = args.tasks.split(",")
+    args.tasks = ",".join(entry for entry in wanted if entry.partition("=")[0] not in document["tasks"])
+    samples: dict[str, Samples] = {}
+    if document["tasks"]:
+        samples = kept_samples(args.out, document)
+    if args.tasks:
+        prepared = prepared_tasks(args, ("speculative", "lookup", "cascade"), threads=args.threads)
+        measuring = Measuring(args, document, prepared)
+        measuring.run()
+        samples |= measuring.samples
+    reported(document, samples, args)
+    write(document, args.out)
     if args.plot:
         draw(document, args.plot)
     if args.json:
-        print(text)
+        print(json.dumps(document, indent=1, allow_nan=False))
     else:
         show(document)
     return 0
 
 
-def show(document: dict[str, Any]) -> None:
+def show(document: Mapping[str, Any]) -> None:
     for task, found in document["tasks"].items():
         print(f"{task}, {found['prompts']} prompts")
         for name, arm in found["arms"].items():
             told = f"predicted {arm['predicted']:5.2f}x" if arm.get("predicted") else ""
             interval = f" [{arm['low']:.2f}, {arm['high']:.2f}]" if arm.get("low") else ""
-            print(f"  {name:16s} {arm['speedup']:5.2f}x{interval:15s} {told:17s} {arm['tokens_per_step']:5.2f} "
+            print(f"  {name:16s} {arm['speedup']:5.2f}x{interval:15s} {told:17s} {arm['tokens_per_step'] or 0:5.2f} "
                   f"tokens/step  {arm['exact']}/{arm['outputs']} exact")  # fmt: skip
         auto = found["auto"]
         print(f"  auto chose {auto['chosen']}, {auto['over_best_single']:.3f} of {found['best_single']}, trials lost "
               f"{auto['trials_lost_share'] or 0:.1%}, calibrated {auto['calibration_ms'] / 1000:.1f} s")  # fmt: skip
+    for cell in document["also"]:
+        print(f"{cell['task']}, {cell['arm']}: {cell['speedup']:.2f}x, predicted {cell['predicted']:.2f}x")
     for name, value in document["summary"].items():
         print(f"{name}: {value}")
 

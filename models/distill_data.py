@@ -8,10 +8,8 @@ its distribution over any part of the vocabulary is then one product with the he
 
 from __future__ import annotations
 
-import json
 import random
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ import torch
 
 from ..errors import ModelError
 from .base import CachedModel
+from .text_files import read_texts
 from .tokenizer import TextCodec
 
 OPENINGS = (
@@ -140,37 +139,12 @@ def read_file(path: Path, codec: TextCodec, tokens: int) -> np.ndarray:
     """A text file, or JSON lines with `text`, `turns` or `messages`, cut to (texts, tokens) ids. Raises ModelError."""
     stream: list[int] = []
     end = [] if codec.eos_id is None else [codec.eos_id]
-    for text in _texts(path):
+    for text in read_texts(path):
         stream += [*codec.prefix, *codec.encode(text), *end]
     count = len(stream) // tokens
     if count < 2:
         raise ModelError(f"--data {path}: holds {len(stream)} tokens; at least {2 * tokens} are needed")
     return np.array(stream[: count * tokens], dtype=np.int64).reshape(count, tokens)
-
-
-def _texts(path: Path) -> Iterator[str]:
-    try:
-        if path.suffix != ".jsonl":
-            yield path.read_text(encoding="utf-8")
-            return
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            if line.strip():
-                yield _text_of(json.loads(line), f"{path}:{number}")
-    except OSError as error:
-        raise ModelError(f"--data {path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ModelError(f"--data {path}: {error}") from None
-
-
-def _text_of(item: Any, where: str) -> str:
-    if isinstance(item, dict):
-        if isinstance(item.get("text"), str):
-            return item["text"]
-        said = [message.get("content") for message in item.get("messages") or [] if isinstance(message, dict)]
-        turns: Any = item.get("turns") or said
-        if turns and all(isinstance(turn, str) for turn in turns):
-            return "\n".join(turns)
-    raise ModelError(f"{where}: a line needs text, turns or messages")
 
 
 class Texts:

@@ -18,11 +18,11 @@ import numpy as np
 from ..hardware.cost_model import expected_tokens
 from ..hardware.devices import parse_placement
 from . import metrics, statistics
-from .forecasts import asked, level_roles, prices
+from .forecasts import asked, level_roles, prices, steps_of
 from .listener import Listener
-from .plan import BASELINE, Plan, check
+from .plan import Plan, check
 from .prediction import LONGEST, PAYS, Prices, Work, conditional_acceptance, replay
-from .records import RunFolder, Sample
+from .records import BASELINE, RunFolder, Sample
 from .run import run
 
 NEW_TOKENS = 64
@@ -132,7 +132,8 @@ def _replayed(arm: Mapping[str, Any], samples: Sequence[Sample], known: Prices) 
     roles = level_roles(arm, len(drafting.levels))
     if roles is None:
         return None
-    ran = asked((sample.levels for sample in samples), len(samples), arm["strategy"])
+    told = ((steps_of(sample), sample.levels) for sample in samples)
+    ran = asked(arm["strategy"], drafting, len(samples), told)
     lengths = [sample.prompt_tokens for sample in samples]
     return replay(arm["strategy"], Work(drafting, len(samples), ran, sum(lengths) / len(lengths), roles), known)
 

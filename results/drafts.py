@@ -170,7 +170,7 @@ def measure(target: ModelInfo, draft: str, dtype: str = "float32", threads: int 
         "draft": load(info, dtype=dtype, vocab_size=size, quant=info.spec.quant),
     }
     try:
-        found = measure_pair(models["target"], models["draft"], _texts(target))
+        found = measure_pair(models["target"], models["draft"], questions(target))
     finally:
         for model in models.values():
             model.close()
@@ -200,7 +200,7 @@ def measure_pair(target: CachedModel, draft: CachedModel, texts: Sequence[Sequen
     }
 
 
-def _texts(target: ModelInfo) -> list[list[int]]:
+def questions(target: ModelInfo) -> list[list[int]]:
     """Questions about paragraphs that no task holds."""
     paragraphs = [" ".join(paragraph.split()) for paragraph in warmup.PROSE.split("\n\n")]
     asked = ("Summarize this in one sentence: ", "Go on with this text: ", "What happens here, and why? ")

@@ -8,6 +8,7 @@ steps that were counted in the run at the prices of the profile, so it is right 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +18,8 @@ from typing import Any
 from ..models.builtin import cache_folder
 from ..models.cost_curve import CostCurve
 from .metrics import Drafting
-from .prediction import Prices, Work, replay
+from .prediction import Asked, Prices, Work, replay
+from .records import Sample
 
 FORMAT = 2  # of a profile's document
 FOLDER = "profiles"
@@ -63,9 +65,13 @@ def prices(document: Mapping[str, Any]) -> Prices:
     """The prices of a profile."""
     models, together = document["models"], document.get("together") or {}
     curves = {role: CostCurve.from_record(model["curve"]) for role, model in models.items()}
-    reading = {role: model["reading"] for role, model in models.items() if model.get("reading")}
+    reading = {
+        role: (model["reading"]["tokens"], model["reading"]["ms"])
+        for role, model in models.items()
+        if model.get("reading")
+    }
     factors = together.get("target_factor", 1.0), together.get("draft_factor", 1.0)
-    return Prices(curves, {role: read["ms"] / read["tokens"] for role, read in reading.items()}, factors)
+    return Prices(curves, reading, factors)
 
 
 def find(manifest: Mapping[str, Any], folder: Path | None = None) -> Kept | None:
@@ -128,7 +134,7 @@ def speedup(
     manifest: Mapping[str, Any],
     drafting: Drafting,
     samples: int,
-    asked: int,
+    asked: Asked,
     tasks: Collection[str],
 ) -> float | None:
     """Predicted decode speed-up over plain decoding of one arm on some tasks; None where the profile cannot tell.
@@ -136,7 +142,8 @@ def speedup(
     Args:
         arm: of the manifest.
         drafting: what its measured steps did.
-        samples: finished ones, and `asked` in how many of them the draft model ran.
+        samples: finished ones.
+        asked: how the draft model was asked in them.
     """
     roles = arm.get("roles") or {}
     if arm.get("engine", "specbench") != "specbench" or not roles or not samples:
@@ -171,12 +178,56 @@ def level_roles(arm: Mapping[str, Any], count: int) -> list[str | None] | None:
     return (found + [None] * (count - len(found)))[:count]
 
 
-def asked(levels: Iterable[Sequence[Sequence[Sequence[int]]] | None], samples: int, strategy: str) -> int:
-    """In how many of so many samples the first draft model ran: in all, but for strategies that may bypass it.
+Steps = Sequence[tuple[int, int]]  # what each step after the prefill drafted, and what of it was accepted and emitted
+Levels = Sequence[Sequence[Sequence[int]]]
+
+
+def steps_of(sample: Sample) -> Steps:
+    return [(drafted, min(accepted, kept)) for _, kept, drafted, accepted, _ in sample.steps[1:]]
+
+
+def asked(strategy: str, drafting: Drafting, count: int, samples: Iterable[tuple[Steps, Levels | None]]) -> Asked:
+    """How the first draft model was asked in so many samples.
+
+    Strategies that may bypass it tell that by levels, and these only of steps that drafted something; all others ask it
+    for every draft token.
 
     Args:
-        levels: of each sample, see `Sample.levels`.
+        drafting: what the samples did.
+        samples: steps and levels of each, see `Sample`.
     """
-    if strategy not in BYPASSING:
-        return samples
-    return sum(any(len(step[0]) > 2 and step[0][2] > 0 for step in steps) for steps in levels if steps)
+    if strategy in BYPASSING:
+        return _asked_at_times(samples)
+    whole = sum(n for (drafted, accepted), n in drafting.outcomes.items() if drafted == accepted > 0)
+    reviews: Counter[tuple[int, int]] = Counter()
+    for (drafted, _), n in drafting.outcomes.items():
+        if drafted:
+            reviews[drafted, 0] += n
+    return Asked(count, Counter({1: whole}), reviews)
+
+
+def _asked_at_times(samples: Iterable[tuple[Steps, Levels | None]]) -> Asked:
+    ran, missed, reviews = 0, Counter[int](), Counter[tuple[int, int]]()
+    for steps, levels in samples:
+        entries = iter(levels or ())
+        behind: int | None = None  # tokens that the model has missed; None before it has read the prompt
+        for drafted, accepted in steps:
+            own, forwards, reviewed = _first_level(next(entries, ()) if drafted else (), drafted)
+            if forwards:
+                reviews[forwards, reviewed] += 1
+                ran += behind is None
+                if behind:
+                    missed[behind] += 1
+                behind = max(0, accepted - own + 1)
+            elif behind is not None:
+                behind += accepted + 1
+    return Asked(ran, missed, reviews)
+
+
+def _first_level(levels: Sequence[Sequence[int]], drafted: int) -> tuple[int, int, int]:
+    """Tokens of its own that the target got, forwards, and the tokens of the level below that it looked at."""
+    if not levels or len(levels[0]) < 3:  # older records do not tell forwards
+        return 0, 0, 0
+    own, forwards = levels[0][0], levels[0][2]
+    direct = max(0, drafted - own) if len(levels) == 2 else 0  # of the level below, in the target's draft
+    return own, forwards, max(0, levels[1][0] - direct) if len(levels) > 1 else 0

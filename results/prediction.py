@@ -6,14 +6,16 @@ measured on real text turns them into a forecast for that text.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..hardware.cost_model import cascade_tokens_per_s
 from ..hardware.overlap import Costs, best_policy, best_sequential, plain_rate
 from ..models.cost_curve import CostCurve
 from .metrics import Drafting
+from .records import BASELINE
 
 ALPHAS = (0.5, 0.7, 0.9)
 PAYS = 1.03  # by which a strategy has to be faster at the highest acceptance, for it to be worth trying
@@ -173,19 +175,45 @@ class Prices:
 
     Attributes:
         curves: by role.
-        reading_ms: of one token of a prompt, by role of a draft; what is not there costs what the curve says.
+        reading: by role of a draft, so many tokens that it read at once, as a prompt, and the milliseconds of that.
         factors: how much slower target and draft are while the other works too.
+        beside_ms: what a strategy does beside a forward that its curve has not counted, by name; in plain decoding too.
     """
 
     curves: Mapping[str, CostCurve]
-    reading_ms: Mapping[str, float]
+    reading: Mapping[str, tuple[float, float]]
     factors: tuple[float, float] = (1.0, 1.0)
+    beside_ms: Mapping[str, float] = field(default_factory=dict)
 
     def read(self, role: str, tokens: float) -> float:
-        """Milliseconds in which a draft reads so many tokens of a prompt."""
-        if role in self.reading_ms:
-            return self.reading_ms[role] * tokens
-        return self.curves[role].ms(tokens)
+        """Milliseconds in which a draft reads so many tokens at once: by its curve as far as that goes, then in a line
+        towards what a prompt took."""
+        curve = self.curves[role]
+        last, (length, ms) = curve.new_tokens[-1], self.reading.get(role, (0, 0.0))
+        if tokens <= last or length <= last:
+            return curve.ms(tokens)
+        begin = curve.ms(last)
+        return begin + max(0.0, ms - begin) * (tokens - last) / (length - last)
+
+    def behind(self, role: str, tokens: float) -> float:
+        """Milliseconds that a forward of a draft takes more where it has so many tokens to read beside the latest."""
+        return max(0.0, self.read(role, 1 + tokens) - self.read(role, 1))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How the first draft model was asked in some samples, whoever else drafted.
+
+    Attributes:
+        samples: in how many of them it ran.
+        behind: rounds that asked it again, by the tokens that it had missed: the last one of a draft that was accepted
+            whole, and what was made without it.
+        reviews: rounds that asked it, by its forwards and the tokens of the level below that it looked at in them.
+    """
+
+    samples: int = 0
+    behind: Counter[int] = field(default_factory=Counter)
+    reviews: Counter[tuple[int, int]] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -194,14 +222,15 @@ class Work:
 
     Attributes:
         drafting: its steps after the prefill.
-        samples: how many there were, and `asked` in how many of them the (first) draft model ran.
+        samples: how many there were.
+        asked: how the first draft model was.
         prompt_tokens: of a prompt, on average.
         level_roles: of a cascade's levels from large to small, None for one without a model.
     """
 
     drafting: Drafting
     samples: int
-    asked: int
+    asked: Asked
     prompt_tokens: float
     level_roles: Sequence[str | None] = ()
 
@@ -214,14 +243,15 @@ class Work:
 def replay(strategy: str, work: Work, prices: Prices) -> tuple[float, float] | None:
     """Milliseconds of plain decoding for the tokens that were made, and of the steps that made them, by the curves.
 
-    Every step is charged the target's forward over its draft and one token more, every draft token its forward, every
-    sample that asked the draft model its prompt. None for a strategy without a formula, or with a model whose costs
-    are not known.
+    Every step is charged the target's forward over its draft and one token more, every forward of a draft model what it
+    looked at, tokens that it had missed included, and every sample that asked it the reading of its prompt; all of them
+    what is known to be done beside forwards. None for a strategy without a formula, or with a model whose costs are not
+    known.
     """
     target, context, drafting = prices.curves.get("target"), work.context, work.drafting
     if target is None or not drafting.steps:
         return None
-    plain = drafting.tokens * target.ms(1, context)
+    plain = drafting.tokens * (target.ms(1, context) + prices.beside_ms.get(BASELINE, 0.0))
     if strategy in ("async", "duo"):
         rate = _overlapped_rate(strategy, work, prices)
         return None if rate is None else (plain, plain / rate)
@@ -229,7 +259,8 @@ def replay(strategy: str, work: Work, prices: Prices) -> tuple[float, float] | N
     if drafted is None:
         return None
     steps = sum(count * target.ms(d + 1, context) for (d, _), count in drafting.outcomes.items())
-    return plain, steps + drafted
+    forwards = drafting.steps + _draft_forwards(strategy, work)
+    return plain, steps + drafted + forwards * prices.beside_ms.get(strategy, 0.0)
 
 
 def conditional_acceptance(drafting: Drafting) -> float | None:
@@ -244,26 +275,41 @@ def _drafting_ms(strategy: str, work: Work, prices: Prices) -> float | None:
     if strategy in ("autoregressive", "lookup"):
         return 0.0
     if strategy == "speculative":
-        draft = prices.curves.get("draft")
-        if draft is None:
-            return None
-        token, pair = draft.ms(1, work.context), draft.ms(2, work.context)
-        # After a draft that was accepted whole the draft model is two tokens behind.
-        whole = sum(count for (drafted, accepted), count in work.drafting.outcomes.items() if drafted == accepted > 0)
-        return work.drafting.drafted * token + whole * (pair - token) + _prompts_ms("draft", work, prices)
+        return _first_ms("draft", work, prices)
     if strategy not in ("cascade", "auto"):
         return None
     levels = work.drafting.levels
     if len(levels) != len(work.level_roles):
         return None
     total, reviewed = 0.0, _reviewed(work)
-    for role, (_, _, forwards, *_), below in zip(work.level_roles, levels, reviewed, strict=True):
+    for at, (role, (_, _, forwards, *_), below) in enumerate(zip(work.level_roles, levels, reviewed, strict=True)):
         if role is None or not forwards:
             continue
         if role not in prices.curves:
             return None
+        if at == 0:
+            total += _first_ms(role, work, prices) or 0.0
+            continue
         total += forwards * prices.curves[role].ms(1 + below / forwards, work.context)
-        total += _prompts_ms(role, work, prices)
+        total += work.asked.samples * prices.behind(role, work.prompt_tokens)
+    return total
+
+
+def _draft_forwards(strategy: str, work: Work) -> int:
+    if strategy == "speculative":
+        return work.drafting.drafted
+    return sum(forwards for _, _, forwards, *_ in work.drafting.levels)
+
+
+def _first_ms(role: str, work: Work, prices: Prices) -> float | None:
+    """Milliseconds of the first draft model, round by round."""
+    curve, asked = prices.curves.get(role), work.asked
+    if curve is None:
+        return None
+    total = asked.samples * prices.behind(role, work.prompt_tokens)
+    total += sum(count * prices.behind(role, tokens) for tokens, count in asked.behind.items())
+    for (forwards, reviewed), count in asked.reviews.items():
+        total += count * forwards * curve.ms(1 + reviewed / forwards, work.context)
     return total
 
 
@@ -275,12 +321,6 @@ def _reviewed(work: Work) -> list[float]:
     if below:
         below[-1] = max(0.0, below[-1] - max(0, work.drafting.drafted - levels[0][0]))
     return [*below, 0.0] if levels else []
-
-
-def _prompts_ms(role: str, work: Work, prices: Prices) -> float:
-    """Beyond the forward that is counted as a draft token's."""
-    once = prices.read(role, work.prompt_tokens) - prices.curves[role].ms(1, work.context)
-    return work.asked * max(0.0, once)
 
 
 def _overlapped_rate(strategy: str, work: Work, prices: Prices) -> float | None:

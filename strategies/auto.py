@@ -1,9 +1,10 @@
 """`auto`: decodes in whichever way is expected to be the fastest for the text at hand, and changes it while it runs.
 
-The ways are the other strategies over the same models: plain decoding, `lookup`, `speculative` at its best length, and
-`cascade`, as far as there are models for them. Costs are measured once, before the first prompt, and so is how often
-the draft model's first choice is the target's, on a text that the target writes itself; `strategies.auto_choice`
-decides by them and by what a row has shown so far. Nothing is carried from one prompt to the next.
+The ways are the other strategies over the same models: plain decoding, `lookup` with drafts as long as they pay,
+`speculative` at its best length, and `cascade`, as far as there are models for them. Costs are measured once, before
+the first prompt, and so is how often the draft model's first choice is the target's, on texts that no task holds;
+`strategies.auto_choice` decides by them and by what a row has shown so far. Nothing is carried from one prompt to the
+next.
 
 All ways are exact and only propose: every round ends in the same verification. Under the coupled rule the tokens are
 those of plain decoding whoever drafts, so a change in the middle of a text changes no token; under the rejection rule
@@ -17,30 +18,39 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import Any, NamedTuple
 
 from ..errors import UsageError, unknown
-from ..models.base import CachedModel
+from ..models.base import CachedModel, Ids
 from ..models.cost_curve import CostCurve
 from ..models.remote import RemoteModel, timed
-from .auto_choice import CANDIDATES, CASCADE, LOOKUP, PLAIN, SPECULATIVE, WITH_DRAFT, Chooser, Offer, State, Told
+from .auto_choice import (
+    CANDIDATES,
+    CASCADE,
+    LOOKUP,
+    PLAIN,
+    SPECULATIVE,
+    WITH_DRAFT,
+    Chooser,
+    Offer,
+    State,
+    Told,
+)
+from .auto_rates import Rates
 from .base import Draft, Drafter, Level, Request, Row, Step, Strategy
 from .cascade import STATISTICAL, Settings, cascade_drafter, choose_levels, cost_curves, settle
 from .cascade import Options as CascadeOptions
 from .cascade_schedule import ALPHA, Times
 from .lookup import LookupDrafter
 from .lookup import Options as LookupOptions
+from .practice import agreement, answers, expected_share, extra_ms
 from .remote import drafter_for
-from .sampling import Sampling, argmax
+from .sampling import Sampling
 from .speculative import draft_and_verify, model_drafter
 from .verify import Verifier
 
 UNKNOWN_LENGTH = 4  # of drafts, where no costs were measured
-AHEAD, SHOWN = 8, 40  # tokens that the target writes before they count, and that count
-TEMPERATURE = 0.7  # of that text: at 0 it would often go round in circles
-ASSUMED = 8.0  # observations that the acceptance assumed of any pair weighs
+_NOTHING = Draft(())
 
 
 @dataclass(frozen=True)
@@ -65,8 +75,7 @@ class Options:
             raise UsageError(f"auto.budget={self.budget}: a share from 0 to 1")
 
 
-@dataclass(frozen=True)
-class Latest:
+class Latest(NamedTuple):
     """What was last proposed for a row: for how many rows at once, how, what, and how long that took."""
 
     row: Row
@@ -93,14 +102,16 @@ class Switching(Drafter):
 
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[Draft]:
         offers = [self.chooser.choose(row, limit, len(rows)) for row, limit in zip(rows, limits, strict=True)]
-        made, took = [Draft(())] * len(rows), [0] * len(rows)
-        for name, drafter in self.drafters.items():
+        made, took = [_NOTHING] * len(rows), [0] * len(rows)
+        chosen = {offer.name for offer in offers}
+        for name in self.drafters if chosen != {PLAIN} else ():
+            if name not in chosen:
+                continue
             mine = [i for i, offer in enumerate(offers) if offer.name == name]
-            if mine:
-                lengths = [min(limits[i], offers[i].length) for i in mine]
-                drafts, took_ns = timed(drafter.propose, [rows[i] for i in mine], lengths)
-                for i, draft in zip(mine, drafts, strict=True):
-                    made[i], took[i] = draft, took_ns // len(mine)
+            lengths = [min(limits[i], offers[i].length) for i in mine]
+            drafts, took_ns = timed(self.drafters[name].propose, [rows[i] for i in mine], lengths)
+            for i, draft in zip(mine, drafts, strict=True):
+                made[i], took[i] = draft, took_ns // len(mine)
         for i, row in enumerate(rows):
             self._latest[row.index] = Latest(row, len(rows), offers[i], made[i], took[i])
         return made
@@ -117,6 +128,8 @@ class Switching(Drafter):
         if latest is None:  # the prompt
             return step
         self.chooser.observe(latest.row, latest.offer, self._told(step, latest), latest.rows)
+        if not (step.drafted or step.levels):
+            return step
         levels = self._levels(step, latest)
         return dataclasses.replace(step, levels=levels if any(map(any, levels)) else ())
 
@@ -124,15 +137,19 @@ class Switching(Drafter):
         name, made = latest.offer.name, len(step.tokens)
         if name not in WITH_DRAFT:
             return Told(made, step.drafted)
-        own, ms = step.drafted, step.drafted * self.curves["draft"].ms(1, None, latest.rows)
-        asked = step.drafted > 0
+        rates, own, forwards = self.chooser.rates, step.drafted, step.drafted
         if name == CASCADE:
             count = len(latest.draft.levels) // 2
             inner, direct = latest.draft.levels[:count], latest.draft.levels[count : 2 * count]
-            own, asked = direct[0].drafted, any(level.forwards for level in inner)
+            own, forwards = direct[0].drafted, sum(level.forwards for level in inner)
+            if not forwards:
+                return Told(made, step.drafted)
             ms = forwards_ms(inner, [self.curves.get(name) for name in self.levels], latest.rows)
+            ms += forwards * rates.extra_ms.get(name, 0.0)
+        else:
+            ms = forwards * rates.token_ms(name, latest.rows)
         right = min(step.accepted, own)
-        return Told(made, step.drafted, ms, min(right + 1, own), right, asked)
+        return Told(made, step.drafted, ms, min(right + 1, own), right, forwards > 0)
 
     def _levels(self, step: Step, latest: Latest) -> tuple[Level, ...]:
         if not self.levels:
@@ -152,7 +169,8 @@ class FromShadow(Drafter):
         self.chooser = chooser
 
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[Draft]:
-        return [self.chooser.shadow(row).draft(row, limit) for row, limit in zip(rows, limits, strict=True)]
+        times = self.chooser.rates.target.of(len(rows))
+        return [self.chooser.shadow(row).draft(row, limit, times) for row, limit in zip(rows, limits, strict=True)]
 
 
 def forwards_ms(levels: Sequence[Level], curves: Sequence[CostCurve | None], rows: int = 1) -> float:
@@ -184,7 +202,9 @@ class Auto(Strategy):
         if self.drafts:
             self.levels = choose_levels(CascadeOptions(), {role: models[role].name for role in self.drafts})
         self.curves: dict[str, CostCurve] = {}
+        self.extra_ms: dict[str, float] = {}
         self.alpha, self.calibration_ms = ALPHA, 0.0
+        self._rates: Rates | None = None
 
     def _at_hand(self, name: str) -> bool:
         """A worker holds one conversation at a time: of the two ways that use the draft model, there it is one."""
@@ -194,53 +214,67 @@ class Auto(Strategy):
         return bool(self.drafts) or name not in WITH_DRAFT
 
     def prepare(self, rows: int, tokens: int) -> None:
-        """Measures the cost curves, and how often the draft model's first choice is the target's."""
-        _, took_ns = timed(self._calibrate, rows, tokens)
-        self.calibration_ms = took_ns / 1e6
-
-    def _calibrate(self, rows: int, tokens: int) -> None:
+        """Measures the cost curves."""
         models = {role: self.models[role] for role in ("target", *self.drafts)}
-        self.curves = cost_curves(models, rows, tokens)
-        if self.drafts:
-            agreed, seen = agreement(self.target, self.models["draft"])
-            self.alpha = (ASSUMED * ALPHA + agreed) / (ASSUMED + seen)
+        self.curves, took_ns = timed(cost_curves, models, rows, tokens)
+        self.calibration_ms, self._rates = took_ns / 1e6, None
+
+    def practise(self, texts: Sequence[Ids]) -> None:
+        """Measures how often the draft's first choice is the target's, and what drafting takes beside forwards."""
+        if self.drafts and texts:
+            _, took_ns = timed(self._practise, texts)
+            self.calibration_ms, self._rates = self.calibration_ms + took_ns / 1e6, None
+
+    def _practise(self, texts: Sequence[Ids]) -> None:
+        draft = self.models["draft"]
+        given = answers(self.target, texts, min(self.target.context_length, draft.context_length))
+        agreed, seen = agreement(draft, given)
+        self.alpha = expected_share(agreed, seen)
+        drafts = [self.models[role] for role in self.drafts]
+        for name in WITH_DRAFT if self.curves else ():
+            if name in self.names:
+                self.extra_ms[name] = extra_ms(self._drafter(name, Sampling()), drafts, given[-1])
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Step]:
-        drafters = {name: self._drafter(name, sampling) for name in self.names if name != PLAIN}
+        drafters = {name: self._drafter(name, sampling) for name in self.names if name in WITH_DRAFT}
         if not self.curves:
             yield from self._unprepared(drafters, requests, sampling)
             return
-        most = self.options.draft_length
-        target, draft = Times(self.curves["target"], most), None
-        if self.drafts:
-            draft = Times(self.curves["draft"], most)
-        chooser = Chooser(target, draft, self.names, most, self.alpha, self.options.budget)
-        if LOOKUP in drafters:
-            drafters[LOOKUP] = FromShadow(chooser)
+        chooser = Chooser(self._rates_now(), self.names, self.alpha, self.options.budget, sampling.eos)
+        drafters[LOOKUP] = FromShadow(chooser)
         switching = Switching(chooser, drafters, self.levels, self.curves)
         try:
-            for step in draft_and_verify(self.target, switching, Verifier(sampling), requests, most):
+            for step in draft_and_verify(
+                self.target, switching, Verifier(sampling), requests, self.options.draft_length
+            ):
                 yield switching.settle(step)
         finally:
             self.facts = self._facts(chooser)
+
+    def _rates_now(self) -> Rates:
+        """Costs are the same for all prompts, so their tables are."""
+        if self._rates is None:
+            most = self.options.draft_length
+            draft = Times(self.curves["draft"], most) if self.drafts else None
+            self._rates = Rates(Times(self.curves["target"], most), draft, most, self.extra_ms)
+        return self._rates
 
     def _unprepared(
         self, drafters: Mapping[str, Drafter], requests: Sequence[Request], sampling: Sampling
     ) -> Iterator[Step]:
         """Without costs there is nothing to choose by: speculative at a fixed length, else lookup."""
-        name = next((name for name in (SPECULATIVE, LOOKUP) if name in drafters), PLAIN)
+        name = next((name for name in (SPECULATIVE, LOOKUP) if name in self.names), PLAIN)
         self.facts = {"choice": name, "why": "no costs were measured"}
         length = min(UNKNOWN_LENGTH, self.options.draft_length) if name != PLAIN else 0
-        drafter = drafters.get(name, LookupDrafter())
+        lookup = LookupOptions()
+        drafter = drafters.get(name) or LookupDrafter(lookup.min_match, lookup.per_match)
         yield from draft_and_verify(self.target, drafter, Verifier(sampling), requests, length)
 
     def _drafter(self, name: str, sampling: Sampling) -> Drafter:
-        if name == LOOKUP:
-            lookup = LookupOptions()
-            return LookupDrafter(lookup.min_match, lookup.per_match)
         if name == SPECULATIVE:
             return drafter_for(self.models, ("draft",), model_drafter, sampling, None)
-        settings = Settings(CascadeOptions(draft_length=self.options.draft_length), self.levels, {}, self.curves)
+        options = CascadeOptions(draft_length=self.options.draft_length)
+        settings = Settings(options, self.levels, {}, self.curves, self.alpha)
         return drafter_for(
             self.models, [role for role in self.levels if role not in STATISTICAL], cascade_drafter, sampling, settings
         )
@@ -265,6 +299,7 @@ class Auto(Strategy):
         if self.levels:
             facts |= {"alpha": round(latest.alpha.value, 4), "alpha_assumed": round(self.alpha, 4)}
             facts["levels"] = ",".join(self.levels)
+            facts |= {f"{name}_extra_ms": round(ms, 4) for name, ms in self.extra_ms.items()}
         return facts
 
 
@@ -277,21 +312,3 @@ def why(state: State) -> str:
     said = ", ".join(f"{offer.name} {offer.rate / plain:.2f}x" for offer in promised)
     right = f"; {state.alpha.value:.0%} of the draft's tokens right" if state.judged else ""
     return f"by the costs {said}{right}"
-
-
-def agreement(target: CachedModel, draft: CachedModel) -> tuple[int, int]:
-    """(at how many positions the draft's first choice is the target's, of how many), on a text that the target writes
-    from nothing. The caches are empty before and after; the same on every call."""
-    generator = torch.Generator().manual_seed(0)
-    ids, own = [0], []
-    target.reset()
-    while len(own) < AHEAD + SHOWN and len(ids) <= min(target.context_length, draft.context_length):
-        logits = target.advance([ids]).float().cpu()
-        own += argmax(logits)
-        ids.append(int(torch.multinomial((logits[0] / TEMPERATURE).softmax(-1), 1, generator=generator)))
-    draft.reset()
-    theirs = argmax(draft.advance([ids[:-1]], len(own)))
-    target.reset()
-    draft.reset()
-    pairs = list(zip(own, theirs, strict=True))[AHEAD:]
-    return sum(one == two for one, two in pairs), len(pairs)

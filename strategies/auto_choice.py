@@ -3,15 +3,17 @@
 Every way that is at hand makes an offer, in tokens per millisecond:
 
 - `autoregressive`: one token for the time of one;
-- `lookup`: what it would have made of the text so far. It asks no model, so its rounds are played through beside
-  whatever decodes, and cost no forward (`Shadow`);
+- `lookup`: what it would have made of the text so far, with drafts as long as they pay. It asks no model, so its rounds
+  are played through beside whatever decodes, and cost no forward (`Shadow`);
 - `speculative`: the formula of Leviathan et al. at the best length, for the share of draft tokens that was right;
-- `cascade`: the best of these, since it chooses among them round by round; offered while the draft is worth its time.
+- `cascade`: the best of these, since it chooses among them round by round, bypassing a draft model that does not pay;
+  offered where that could pay at all.
 
 The two ways that use a draft model are corrected by what they delivered of what they had promised before. What the
-draft model has not read yet is charged to the tokens that the reading will serve. The best offer is taken, but only
-after a few rounds and if it is clearly better than the way in use; a way that is worse than plain decoding is left at
-once when the row has lost more time than its budget allows.
+draft model has not read yet is charged to the tokens that the reading will serve. The best offer is taken, a cascade
+unless another is clearly better, and another than the way in use only after a few rounds and if it is clearly better;
+a way that is worse than plain decoding is left at once when the row has lost more time than its budget allows. Offers
+are made anew when something was learned, and every few rounds.
 
 Times are those of the cost curves and never the clock's, so that the same tokens meet the same decisions. Decisions
 depend on tokens that are final, never on drafts that nobody has looked at: under the rejection rule the noise of a
@@ -25,27 +27,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
-from ..hardware.cost_model import best_draft_length, expected_tokens
-from .base import Draft, Row
-from .cascade_schedule import HOPE, KEPT, PAYS_BACK, Share, Times
-from .lookup import LookupDrafter
-from .lookup import Options as LookupOptions
+from .auto_rates import Rates
+from .auto_shadow import Shadow
+from .base import Row
+from .cascade_schedule import HOPE, KEPT, PAYS_BACK, Share, tokens_left
 
 PLAIN, LOOKUP, CASCADE, SPECULATIVE = "autoregressive", "lookup", "cascade", "speculative"
 CANDIDATES = (PLAIN, LOOKUP, CASCADE, SPECULATIVE)  # of equal offers the first is taken
 WITH_DRAFT = (CASCADE, SPECULATIVE)
 BETTER = 1.05  # by which another way has to be
 WORTH = 1.03  # how much faster than plain decoding a draft model has to promise to be
+DOUBT, AT_RISK = 0.1, 0.97  # were so much less right, a prompt is not read that would slow the row down below this
 FEWEST_ROUNDS = 6  # in one way, before it is left for a better one
 TRIAL_ROUNDS, TRIAL_TOKENS = 8, 12  # a trial ends with so many rounds, or draft tokens of a model judged
 REST_TOKENS = 32  # without the draft model before it is tried again; doubled each time
-HALF_OF_LEFT = 0.5  # share of the tokens still allowed that is counted on: texts end early
 LOOKUP_PRIOR, LOOKUP_ROUNDS = 1.04, 3.0  # times plain decoding, and how many rounds that assumption weighs
 TRUST_TOKENS = 64.0  # tokens that the trust in a promise weighs: a handful of rounds says little about a few per cent
 KNOWN_TOKENS = 24  # draft tokens of a model judged, before a promise is made by what is known of it
-_LOOKUP = LookupOptions()
+DECIDE_ROUNDS = 8  # after which offers are made anew, if nothing was learned before
 
 
 class Offer(NamedTuple):
@@ -65,8 +64,7 @@ class Offer(NamedTuple):
     promise: float = 0.0
 
 
-@dataclass(frozen=True)
-class Told:
+class Told(NamedTuple):
     """What a round came to.
 
     Attributes:
@@ -84,53 +82,6 @@ class Told:
     judged: int = 0
     right: int = 0
     asked: bool = False
-
-
-class Shadow:
-    """The rounds that `lookup` would make of a row, played through on the text as it comes; and its drafts, where they
-    are wanted.
-
-    A round is counted once the text tells how it ends, so the shadow stays behind by less than one draft.
-    """
-
-    def __init__(self, row: Row) -> None:
-        self._row = Row(row.index, row.request)
-        self._drafter = LookupDrafter(_LOOKUP.min_match, _LOOKUP.per_match)
-        self._draft: Draft | None = None
-        self.rounds, self.tokens, self.ms = 0, 0.0, 0.0
-        self._catch_up(row)
-
-    def draft(self, row: Row, limit: int) -> Draft:
-        """What lookup says at the end of the row; the round that it is in begins there."""
-        self._catch_up(row)
-        (self._draft,) = self._drafter.propose([self._row], [min(limit, _LOOKUP.draft_length)])
-        return self._draft
-
-    def follow(self, text: np.ndarray, times: Sequence[float]) -> None:
-        """Plays as many rounds as the text decides.
-
-        Args:
-            text: prompt and output so far.
-            times: milliseconds of a forward of the target by its number of tokens.
-        """
-        while (at := len(self._row.tokens)) < len(text):
-            if self._draft is None:
-                room = self._row.request.max_new_tokens - self._row.new_tokens - 1
-                limit = max(0, min(_LOOKUP.draft_length, room, len(times) - 2))
-                (self._draft,) = self._drafter.propose([self._row], [limit])
-            drafted = self._draft.tokens
-            came = text[at : at + len(drafted) + 1].tolist()
-            pairs = enumerate(zip(drafted, came, strict=False))
-            accepted = next((i for i, (said, true) in pairs if said != true), min(len(drafted), len(came)))
-            if accepted == len(came):  # the rest of it may still be right
-                return
-            self._row.tokens.extend(came[: accepted + 1])
-            self._draft, self.rounds = None, self.rounds + 1
-            self.tokens = KEPT * self.tokens + accepted + 1
-            self.ms = KEPT * self.ms + times[len(drafted) + 1]
-
-    def _catch_up(self, row: Row) -> None:
-        self._row.tokens.extend(row.tokens.view()[len(self._row.tokens) :].tolist())
 
 
 @dataclass
@@ -162,6 +113,8 @@ class State:
         trial_rounds, trial_tokens, trial_lost_ms: rounds before anything was known of this row, what they made, and the
             time that plain decoding would have saved.
         rounds: by way.
+        offers: of the latest decision; `chosen` is the one that was taken, and `undecided` says how many rounds there
+            were since.
     """
 
     alpha: Share
@@ -181,28 +134,29 @@ class State:
     trust: dict[str, Trust] = field(default_factory=lambda: {name: Trust() for name in WITH_DRAFT})
     rounds: Counter[str] = field(default_factory=Counter)
     offers: tuple[Offer, ...] = ()
+    chosen: Offer | None = None
+    undecided: int = 0
 
     @property
     def on_trial(self) -> bool:
-        return self.judged < TRIAL_TOKENS and sum(self.rounds.values()) < TRIAL_ROUNDS
+        return self.judged < TRIAL_TOKENS and self.rounds.total() < TRIAL_ROUNDS
 
 
 class Chooser:
     """Decides for every row of a call.
 
     Args:
-        target: times of the target.
-        draft: times of the draft model, or None.
+        rates: what the ways cost.
         names: the ways at hand, of CANDIDATES.
-        most: the longest draft.
         alpha: share of the draft model's tokens that is right, before anything is known of a row.
         budget: share of a row's plain decoding time that may be lost on trials.
+        eos: ends of text, behind which `lookup` drafts nothing.
     """
 
     def __init__(
-        self, target: Times, draft: Times | None, names: Sequence[str], most: int, alpha: float, budget: float
+        self, rates: Rates, names: Sequence[str], alpha: float, budget: float, eos: Sequence[int] = ()
     ) -> None:
-        self.target, self.draft, self.most, self.alpha, self.budget = target, draft, most, alpha, budget
+        self.rates, self.alpha, self.budget, self.eos = rates, alpha, budget, eos
         self.names = tuple(name for name in CANDIDATES if name in names)
         self.states: dict[int, State] = {}
         self.ended: list[State] = []  # of rows whose place another request has taken
@@ -216,7 +170,7 @@ class Chooser:
         """Of a row that has been chosen for; begun where it stands, if there is none yet."""
         state = self.states[row.index]
         if state.shadow is None:
-            state.shadow = Shadow(row)
+            state.shadow = Shadow(row, self.rates.most, self.eos)
         return state.shadow
 
     def choose(self, row: Row, limit: int, rows: int) -> Offer:
@@ -229,30 +183,22 @@ class Chooser:
         state = self.states.get(row.index)
         if state is None:
             state = self.states[row.index] = State(Share(self.alpha))
-        plain = Offer(PLAIN, 0, 1 / self.target.of(rows)[1])
         if limit < 1:
-            return plain
-        self._try_again(state, row, rows)
-        offers = {offer.name: offer for offer in self.offers(state, row, rows)}
-        best = max(offers.values(), key=lambda offer: offer.rate)
-        state.offers = tuple(offers.values())
-        if not state.name:
-            state.name = best.name
-        elif best.name != state.name and self._leaves(state, row, offers[state.name], best, plain):
-            state.name, state.since, state.switches = best.name, 0, state.switches + 1
-        return offers[state.name]
+            return Offer(PLAIN, 0, self.rates.plain(rows))
+        if state.chosen is None or state.undecided >= DECIDE_ROUNDS:
+            state.chosen, state.undecided = self._decide(state, row, rows), 0
+        return state.chosen
 
     def observe(self, row: Row, offer: Offer, told: Told, rows: int) -> None:
         """Takes note of what a round came to. `offer` is what was chosen for it, `row` how it stands now."""
-        state, times = self.states[row.index], self.target.of(rows)
+        state, times = self.states[row.index], self.rates.target.of(rows)
         on_trial = state.on_trial
         ms = times[told.drafted + 1] + told.draft_ms
         # A cascade that did not ask the draft judged for itself; a promise made by what was only assumed binds nobody.
-        if offer.name in WITH_DRAFT and told.asked and state.judged >= KNOWN_TOKENS:
+        if told.asked and offer.name in WITH_DRAFT and state.judged >= KNOWN_TOKENS:
             state.trust[offer.name].add(told.made, offer.promise * ms)
-        before = len(row.tokens) - told.made
         if told.asked:
-            ms += self._reading_ms(before - state.read - 1, rows)
+            ms += self.rates.reading(len(row.tokens) - told.made - state.read - 1, rows)
             state.read, state.idle = len(row.tokens) - 1, 0
         else:
             state.idle += told.made
@@ -262,74 +208,107 @@ class Chooser:
         state.spent_ms += ms
         state.made += told.made
         state.since += 1
+        state.undecided += 1
         state.rounds[offer.name] += 1
         if on_trial:
             state.trial_rounds, state.trial_tokens = state.trial_rounds + 1, state.trial_tokens + told.made
             state.trial_lost_ms += ms - told.made * times[1]
+        news = told.asked or self._rested(state)
         if LOOKUP in self.names and offer.name != CASCADE:  # which has an index of its own over the same text
-            self.shadow(row).follow(row.tokens.view(), times)
+            shadow = self.shadow(row)
+            before = shadow.drafts
+            shadow.follow(row.tokens.view(), times)
+            news = news or shadow.drafts > before
+        if news:
+            state.undecided = DECIDE_ROUNDS
 
     def offers(self, state: State, row: Row, rows: int) -> list[Offer]:
         """What every way at hand promises, in the order of CANDIDATES; plain decoding always does.
 
-        A way with the draft model is offered while that model is worth its time, and to a row that is in it already.
+        A way with the draft model is offered while that model is worth its time, a cascade where it may become so, and
+        either to a row that is in it already.
         """
-        times = self.target.of(rows)
-        plain = 1 / times[1]
+        rates, plain = self.rates, self.rates.plain(rows)
         found = [Offer(PLAIN, 0, plain)]
         if LOOKUP in self.names:
-            found.append(Offer(LOOKUP, min(_LOOKUP.draft_length, self.most), _lookup_rate(state.shadow, times[1])))
-        if self.draft is None:
+            found.append(Offer(LOOKUP, rates.most, _lookup_rate(state.shadow, 1 / plain)))
+        if rates.draft is None:
             return found
-        alpha, token_ms = state.alpha.value, self.draft.of(rows)[1]
-        length, bare = best_draft_length([alpha] * self.most, lambda k: k * token_ms, times.__getitem__)
-        if not length:
-            length, bare = 1, expected_tokens(alpha, 1) / (token_ms + times[2])
-        rate = self._after_reading(state, row, bare, rows)
         others = max(offer.rate for offer in found)
-        for name, longest, least in ((CASCADE, self.most, others), (SPECULATIVE, length, 0.0)):
-            if name in self.names and (rate >= WORTH * plain or state.name == name):
+        for name, least in ((CASCADE, others), (SPECULATIVE, 0.0)):
+            if name not in self.names:
+                continue
+            length, bare = rates.best(name, state.alpha.value, rows)
+            rate = self._after_reading(state, row, bare, rows)
+            if name == CASCADE:
+                offered = self._could_pay(name, rows)
+            else:
+                offered = rate >= WORTH * plain and self._is_safe(state, row, rows)
+            if offered or state.name == name:
                 worth = max(rate, least) * state.trust[name].value
-                found.append(Offer(name, longest, worth, bare))
+                found.append(Offer(name, rates.most if name == CASCADE else length, worth, bare))
         return found
 
     # What stands in the way of a change, and what of none
 
-    def _leaves(self, state: State, row: Row, now: Offer, best: Offer, plain: Offer) -> bool:
-        if now.rate < plain.rate and self._is_spent(state, row, plain):
+    def _decide(self, state: State, row: Row, rows: int) -> Offer:
+        plain = self.rates.plain(rows)
+        self._try_again(state, row, rows)
+        offers = {offer.name: offer for offer in self.offers(state, row, rows)}
+        best = max(offers.values(), key=lambda offer: offer.rate)
+        if CASCADE in offers and state.name not in (best.name, CASCADE) and best.rate <= BETTER * offers[CASCADE].rate:
+            best = offers[CASCADE]  # does better than promised: it stops where the draft is not sure, and adds n-grams
+        state.offers = tuple(offers.values())
+        if not state.name:
+            state.name = best.name
+        elif best.name != state.name and self._leaves(state, row, offers[state.name], best, plain):
+            state.name, state.since, state.switches = best.name, 0, state.switches + 1
+        return offers[state.name]
+
+    def _leaves(self, state: State, row: Row, now: Offer, best: Offer, plain: float) -> bool:
+        if now.rate < plain and self._is_spent(state, row, plain):
             return True
         return state.since >= FEWEST_ROUNDS and best.rate > BETTER * now.rate
 
-    def _is_spent(self, state: State, row: Row, plain: Offer) -> bool:
+    def _is_spent(self, state: State, row: Row, plain: float) -> bool:
         """Whether the row has lost more time against plain decoding than it may."""
-        lost = state.spent_ms * plain.rate - state.made  # in tokens of plain decoding
-        return lost > self.budget * (row.new_tokens + HALF_OF_LEFT * (row.request.max_new_tokens - row.new_tokens))
+        lost = state.spent_ms * plain - state.made  # in tokens of plain decoding
+        return lost > self.budget * (row.new_tokens + tokens_left(row))
+
+    def _is_safe(self, state: State, row: Row, rows: int) -> bool:
+        """Whether speculative rounds, which cannot do without the draft model, would hardly slow the row down if that
+        were somewhat worse on it than is assumed: then its prompt may be read for them."""
+        if state.read:
+            return True
+        _, doubtful = self.rates.best(SPECULATIVE, state.alpha.value - DOUBT, rows)
+        return self._after_reading(state, row, doubtful, rows) >= AT_RISK * self.rates.plain(rows)
+
+    def _could_pay(self, name: str, rows: int) -> bool:
+        return self.rates.best(name, HOPE, rows)[1] > BETTER * self.rates.plain(rows)
+
+    def _rested(self, state: State) -> bool:
+        """Whether the row has been without the draft model long enough for it to be tried again."""
+        return state.idle >= state.rest and self.rates.draft is not None and state.name not in WITH_DRAFT
 
     def _try_again(self, state: State, row: Row, rows: int) -> None:
         """After a while without the draft model most of what speaks against it is forgotten, if it could pay at all."""
-        if self.draft is None or state.name in WITH_DRAFT or state.idle < state.rest:
+        if not self._rested(state):
             return
         state.idle, state.rest = 0, 2 * state.rest
-        times, token_ms = self.target.of(rows), self.draft.of(rows)[1]
-        _, hoped = best_draft_length([HOPE] * self.most, lambda k: k * token_ms, times.__getitem__)
-        plain = Offer(PLAIN, 0, 1 / times[1])
-        pays = self._after_reading(state, row, hoped, rows) > BETTER * plain.rate
+        plain = self.rates.plain(rows)
+        hoped = max((self.rates.best(name, HOPE, rows)[1] for name in WITH_DRAFT if name in self.names), default=0.0)
+        pays = hoped > 0 and self._after_reading(state, row, hoped, rows) > BETTER * plain
         if pays and not self._is_spent(state, row, plain):
             state.alpha.right, state.alpha.seen = state.alpha.right / 4, state.alpha.seen / 4
             state.trust = {name: Trust() for name in WITH_DRAFT}
 
     # What the draft model has not read
 
-    def _reading_ms(self, behind: int, rows: int) -> float:
-        if self.draft is None or behind < 1:
-            return 0.0
-        return max(0.0, self.draft.reading(behind + 1, rows) - self.draft.of(rows)[1])
-
     def _after_reading(self, state: State, row: Row, rate: float, rows: int) -> float:
         """The rate when the time is counted in which the draft model reads what it has not read yet: a prompt against
-        what the row may still get, what it missed meanwhile against the next `PAYS_BACK` tokens."""
-        reading = self._reading_ms(len(row.tokens) - state.read - 1, rows)
-        left = max(1.0, HALF_OF_LEFT * (row.request.max_new_tokens - row.new_tokens))
+        what the row is expected to get, what it missed meanwhile against the next `PAYS_BACK` tokens of that."""
+        reading = self.rates.reading(len(row.tokens) - state.read - 1, rows)
+        left = tokens_left(row)
         tokens = min(left, PAYS_BACK) if state.read else left
         return tokens / (tokens / rate + reading)
 

@@ -43,6 +43,7 @@ KEPT = 0.97  # of the weight of an observation, with every later one of its kind
 WORTH = 1.02  # how much faster than plain decoding a draft has to promise to be: making one takes time of its own
 LEAST = 0.01  # of a one-token forward, what one more token costs at the least
 PAYS_BACK = 32  # tokens over which it pays to read what a level has missed
+TYPICAL_TOKENS = 200.0  # of an answer, whatever its limit: what is counted on of a long one
 PATIENCE = 2  # rounds before a draft model reads a row for the first time
 LATELY = 0.8  # of the weight of a round in the running speed without a draft model, with every later round
 HOPE = 0.9  # share of right tokens with which a bypassed draft model has to pay to be tried again
@@ -87,6 +88,12 @@ class _State:
     def without_draft(self, plain_ms: float) -> float:
         """Tokens per millisecond of late without the neural level; one plain round is taken for granted."""
         return (1 + self.made) / (plain_ms + self.spent_ms)
+
+
+def tokens_left(row: Row) -> float:
+    """Tokens that a row is expected to get, at least 1: each may be the last, with probability 1 / TYPICAL_TOKENS."""
+    allowed = max(1, row.request.max_new_tokens - row.new_tokens)
+    return max(1.0, TYPICAL_TOKENS * -math.expm1(-allowed / TYPICAL_TOKENS))
 
 
 @dataclass(frozen=True)
@@ -142,6 +149,7 @@ class Scheduled(Feed):
         confidence: whether drafting stops early by how sure the level is of its tokens.
         tail: whether the n-gram level may add to what the neural level drafted.
         eos: ends of text, behind which nothing is drafted.
+        alpha: share of the neural level's tokens that is right, before anything was seen of a row.
     """
 
     def __init__(
@@ -155,10 +163,11 @@ class Scheduled(Feed):
         confidence: bool = True,
         tail: bool = True,
         eos: Sequence[int] = (),
+        alpha: float = ALPHA,
     ) -> None:
         self.times, self.level, self.level_times, self.ngram = times, level, level_times, ngram
         self.most, self.probe, self.confidence, self.tail = most, probe, confidence, tail
-        self.eos = frozenset(eos)
+        self.eos, self.alpha = frozenset(eos), alpha
         self.ways: dict[int, int] = {}  # the way that was taken latest, by row
         self._states: dict[int, _State] = {}
 
@@ -273,8 +282,8 @@ class Scheduled(Feed):
     def _after_reading(self, row: Row, rate: float, tokens: float, rows: int) -> float:
         """The rate when the time is counted in which the level reads what it has not read yet.
 
-        It is read once and serves every later round: a prompt all that the row may still get, half of which is counted
-        since texts end early; what other ways made meanwhile the next `PAYS_BACK` tokens, until it is read again.
+        It is read once and serves every later round: a prompt all that the row is expected to get; what other ways made
+        meanwhile the next `PAYS_BACK` tokens, until it is read again.
 
         Args:
             tokens: that the round is expected to make.
@@ -285,7 +294,7 @@ class Scheduled(Feed):
         behind = len(row.tokens) - known - 1
         if behind < 1:
             return rate
-        left = max(1, row.request.max_new_tokens - row.new_tokens) / 2
+        left = tokens_left(row)
         times = self.level_times
         reading = times.reading(behind + 1, rows) - times.of(rows)[1]
         tokens = max(tokens, min(left, PAYS_BACK) if known else left)
@@ -353,4 +362,7 @@ class Scheduled(Feed):
         return proposal if kept == len(proposal.tokens) else joined([proposal], kept)
 
     def _state(self, row: Row) -> _State:
-        return self._states.setdefault(row.index, _State())
+        state = self._states.get(row.index)
+        if state is None:
+            state = self._states[row.index] = _State(alpha=Share(self.alpha))
+        return state

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from specbench.options import build
 from specbench.results import choices
 from specbench.results import run as runs
 from specbench.results.plan import Plan
-from specbench.strategies import auto, auto_choice
-from specbench.strategies.auto import Auto, Options, agreement, forwards_ms
+from specbench.strategies import auto, auto_choice, auto_shadow, practice
+from specbench.strategies.auto import Auto, Options, forwards_ms
 from specbench.strategies.auto_choice import (
     CASCADE,
     LOOKUP,
@@ -27,15 +26,15 @@ from specbench.strategies.auto_choice import (
     SPECULATIVE,
     Chooser,
     Offer,
-    Shadow,
     Told,
 )  # fmt: skip
+from specbench.strategies.auto_rates import Rates
+from specbench.strategies.auto_shadow import Shadow
 from specbench.strategies.autoregressive import Autoregressive
 from specbench.strategies.autoregressive import Options as PlainOptions
-from specbench.strategies.base import Level, Request, Row, Step
-from specbench.strategies.cascade_schedule import Times
-from specbench.strategies.lookup import Lookup
-from specbench.strategies.lookup import Options as LookupOptions
+from specbench.strategies.base import Draft, Drafter, Level, Request, Row, Step
+from specbench.strategies.cascade_schedule import Times, tokens_left
+from specbench.strategies.practice import agreement, answers, extra_ms
 from specbench.strategies.sampling import Sampling
 
 VOCAB = 12
@@ -256,8 +255,11 @@ def test_it_keeps_up_with_the_best_single_way():
 # Drift
 
 
-def chooser(names=auto_choice.CANDIDATES, alpha: float = 0.8, budget: float = 0.02) -> Chooser:
-    return Chooser(Times(curve(10.0), 16), Times(curve(1.0, 0.02), 16), names, 16, alpha, budget)
+def chooser(
+    names=auto_choice.CANDIDATES, alpha: float = 0.8, budget: float = 0.02, draft_ms: float = 1.0, **extra: float
+) -> Chooser:
+    rates = Rates(Times(curve(10.0), 16), Times(curve(draft_ms, 0.02), 16), 16, extra)
+    return Chooser(rates, names, alpha, budget)
 
 
 def played(made: Chooser, row: Row, rounds: int, right: float, token: int = 0) -> list[str]:
@@ -292,8 +294,7 @@ def test_when_the_draft_goes_wrong_it_is_left_and_when_it_comes_right_it_is_foun
 
 def test_it_does_not_go_to_and_fro_where_two_ways_are_as_good():
     """Half of the tokens right, at costs where that is hardly worth it: at most a few changes in 300 rounds."""
-    made, row = chooser((PLAIN, SPECULATIVE), alpha=0.3), Row(0, Request(1, [1, 2, 3], 4000))
-    made.draft = Times(curve(3.5, 0.02), 16)
+    made, row = chooser((PLAIN, SPECULATIVE), alpha=0.3, draft_ms=3.5), Row(0, Request(1, [1, 2, 3], 4000))
     played(made, row, 300, 0.35)
     assert made.states[0].switches <= 4
 
@@ -302,8 +303,8 @@ def test_a_row_that_has_lost_its_budget_leaves_at_once():
     """A draft token costs half a target's here, and not one is right."""
 
     def first_rounds(budget: float) -> list[str]:
-        made, row = chooser((PLAIN, SPECULATIVE), alpha=0.9, budget=budget), Row(0, Request(1, [1, 2, 3], 60))
-        made.draft = Times(curve(5.0, 0.02), 16)
+        made = chooser((PLAIN, SPECULATIVE), alpha=0.9, budget=budget, draft_ms=5.0)
+        row = Row(0, Request(1, [1, 2, 3], 60))
         return played(made, row, auto_choice.FEWEST_ROUNDS, 0.0)
 
     assert first_rounds(0.02)[0] == SPECULATIVE
@@ -320,7 +321,7 @@ def test_a_cascade_that_delivers_less_than_it_promised_is_left_for_speculative()
         row.tokens.extend([1, 2])
         # The draft's tokens are right, yet the cascade makes little of them.
         told = Told(2, 16, 60.0, 8, 8, True) if offer.name == CASCADE else Told(9, 8, 8.0, 8, 8, True)
-        made.observe(row, offer, dataclasses.replace(told, made=2), 1)
+        made.observe(row, offer, told._replace(made=2), 1)
     assert names[0] == CASCADE
     assert SPECULATIVE in names
 
@@ -329,11 +330,20 @@ def test_a_cascade_that_delivers_less_than_it_promised_is_left_for_speculative()
 
 
 def test_the_shadow_makes_the_rounds_that_lookup_makes(monkeypatch):
-    """The same text, decoded by lookup and followed by the shadow: as many rounds, tokens and milliseconds."""
-    monkeypatch.setattr(auto_choice, "KEPT", 1.0)
+    """The same text, decoded by lookup and followed by a shadow: as many rounds, tokens and milliseconds."""
+    monkeypatch.setattr(auto_shadow, "KEPT", 1.0)
+
+    def choose(self: Chooser, row: Row, limit: int, rows: int) -> Offer:
+        self.states.setdefault(row.index, auto_choice.State(auto_choice.Share(self.alpha)))
+        return Offer(LOOKUP, 16, 0.1)
+
+    monkeypatch.setattr(Chooser, "choose", choose)
     times = Times(curve(10.0), 16).of(1)
     for request in requests(20, 4, limit=80, seed=10):
-        lookup = steps_of(Lookup({"target": TableModel(4, seed=1)}, LookupOptions()), request)
+        strategy = Auto({"target": TableModel(4, seed=1)}, Options(candidates=(LOOKUP,)))
+        strategy.curves = {"target": curve(10.0)}
+        lookup = steps_of(strategy, request)
+        assert strategy.facts["lookup_rounds"] == len(lookup) - 1
         row = Row(0, Request(request.key, request.ids, 80))
         row.tokens.extend(lookup[0].tokens)
         shadow, told = Shadow(row), list(lookup[0].tokens)
@@ -343,8 +353,22 @@ def test_the_shadow_makes_the_rounds_that_lookup_makes(monkeypatch):
                 told.append(token)
                 shadow.follow(row.tokens.view(), times)
         assert shadow.rounds == len(lookup) - 1
+        assert shadow.drafts == sum(step.drafted > 0 for step in lookup)
         assert shadow.tokens == len(told) - 1
         assert shadow.ms == pytest.approx(sum(times[step.drafted + 1] for step in lookup[1:]))
+
+
+def test_lookup_drafts_no_further_than_a_longer_review_pays():
+    """Where each token of a review costs nearly a forward, a wrong guess is dear: hardly anything is drafted."""
+    asked = requests(6, 64, limit=60, seed=15)
+
+    def drafted(slope: float) -> int:
+        strategy = Auto({"target": TableModel(64, seed=1)}, Options(candidates=(LOOKUP,)))
+        strategy.curves = {"target": curve(10.0, slope)}
+        sampling = Sampling(temperature=1.0, seed=2)
+        return sum(step.drafted for request in asked for step in steps_of(strategy, request, sampling))
+
+    assert drafted(0.9) < 0.2 * drafted(0.02)
 
 
 def test_a_text_that_repeats_itself_makes_lookups_offer_and_noise_does_not():
@@ -363,38 +387,76 @@ def test_a_text_that_repeats_itself_makes_lookups_offer_and_noise_does_not():
 
 # Calibration
 
+TEXTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
 
-def test_agreement_is_the_share_of_first_choices_that_are_the_same():
+
+def test_agreement_is_the_share_of_the_targets_tokens_that_are_the_drafts_first_choice():
     made = models(twist=0.0)
-    assert agreement(made["target"], made["draft"]) == (auto.SHOWN, auto.SHOWN)
-    made = models(twist=50.0)
-    agreed, seen = agreement(made["target"], made["draft"])
+    given = answers(made["target"], TEXTS, 512)
+    assert [answer.asked for answer in given] == [3, 2, 4]
+    assert agreement(made["draft"], given) == (3 * practice.TOKENS, 3 * practice.TOKENS)
+    agreed, seen = agreement(models(twist=50.0)["draft"], given)
     assert agreed < 0.6 * seen
-    assert agreement(made["target"], made["draft"]) == (agreed, seen)  # the same text on every call
     assert not made["target"].cache
     assert not made["draft"].cache
 
 
-def test_agreement_fits_a_short_context():
-    made = models(twist=0.0, context_length=24)
-    assert agreement(made["target"], made["draft"]) == (24 - auto.AHEAD, 24 - auto.AHEAD)
+def test_answers_are_the_targets_own_greedy_ones_and_fit_a_short_context():
+    made = models(context_length=15)
+    (first, *_) = answers(made["target"], TEXTS, 15)
+    assert first.ids.tolist()[3:] == plain([Request(1, [1, 2, 3], practice.TOKENS)], Sampling())[0]
+    (cut,) = answers(made["target"], [list(range(10))], 15)
+    assert (cut.ids.tolist()[: cut.asked], len(cut.ids)) == ([7, 8, 9], 15)
+
+
+def test_what_drafting_takes_beside_its_forwards_is_told_per_forward(monkeypatch):
+    """Rounds of four forwards take 10 ms, and to ask for a forward takes half a millisecond, which curves know."""
+    made = models()
+
+    class Asking(Drafter):
+        def propose(self, rows, limits):
+            for _ in range(limits[0]):
+                made["draft"].advance([row.tokens.view() for row in rows])
+            return [Draft(())]
+
+    def timed(function, *args):
+        return function(*args), 10_000_000 if args else 500_000
+
+    monkeypatch.setattr(practice, "timed", timed)
+    (answer, *_) = answers(made["target"], TEXTS, 512)
+    assert extra_ms(Asking(), [made["draft"]], answer) == pytest.approx(2.0, rel=1e-5)
+    assert made["draft"].trace is None
+    assert not made["draft"].cache
+
+
+def test_a_cascade_that_takes_long_beside_its_forwards_is_not_begun_with():
+    """A little is made up for by what the formula does not know of a cascade."""
+    row = Row(0, Request(1, [1, 2, 3], 400))
+    chosen = [chooser(cascade=ms).choose(row, 16, 1).name for ms in (0.0, 0.05, 9.0)]
+    assert chosen == [CASCADE, CASCADE, SPECULATIVE]
 
 
 def test_preparing_measures_costs_and_agreement_and_says_how_long_it_took():
     strategy = Auto(models(twist=0.0), Options())
     strategy.prepare(2, 64)
     assert set(strategy.curves) == {"target", "draft"}
-    assert strategy.alpha == pytest.approx((8 * 0.75 + 40) / 48)
+    assert strategy.alpha == 0.75  # of any pair, until it has practised
+    costs_ms = strategy.calibration_ms
+    strategy.practise(TEXTS)
+    seen = len(TEXTS) * practice.TOKENS
+    assert strategy.alpha == pytest.approx((36 * 0.75 + seen) / (36 + seen))
+    assert set(strategy.extra_ms) == {CASCADE, SPECULATIVE}
     asked = requests(3, VOCAB, limit=24, seed=11)
     assert decode(strategy, asked, Sampling()) == plain(asked, Sampling())
-    assert strategy.facts["calibration_ms"] > 0
+    assert strategy.facts["calibration_ms"] > costs_ms > 0
     assert strategy.facts["alpha_assumed"] == round(strategy.alpha, 4)
 
 
 def test_a_draft_that_is_not_among_the_candidates_is_not_measured(monkeypatch):
-    monkeypatch.setattr(auto, "agreement", lambda target, draft: pytest.fail("it was"))
+    monkeypatch.setattr(auto, "agreement", lambda draft, given: pytest.fail("it was"))
     strategy = Auto(models(), build(Options, {"candidates": "autoregressive,lookup"}, "auto"))
     strategy.prepare(1, 64)
+    strategy.practise(TEXTS)
     steps_of(strategy, Request(1, [1, 2, 3], 20))
     assert set(strategy.curves) == {"target"}
     assert strategy.models["draft"].forwards == []  # type: ignore[attr-defined]
@@ -414,6 +476,22 @@ def test_a_draft_in_a_worker_has_one_way_to_it(monkeypatch):
     monkeypatch.setattr(auto, "RemoteModel", TableModel)
     assert Auto(models(), Options()).names == [PLAIN, LOOKUP, CASCADE]
     assert Auto(models(), Options(candidates=(SPECULATIVE,))).names == [SPECULATIVE]
+
+
+def test_the_cascade_inside_begins_with_the_agreement_that_was_measured():
+    drafter = make(COSTS["cheap draft"], alpha=0.93)._drafter(CASCADE, Sampling())
+    row = Row(0, Request(1, [1, 2, 3], 400))
+    feed = drafter.feed  # type: ignore[attr-defined]
+    assert feed._state(row).alpha.value == pytest.approx(0.93)
+
+
+def test_nearly_all_of_a_short_limit_is_expected_and_never_more_than_a_typical_answer():
+    def left(limit: int) -> float:
+        return tokens_left(Row(0, Request(1, [1], limit)))
+
+    assert left(16) == pytest.approx(15.4, abs=0.1)
+    assert 0.8 * 64 < left(64) < 64
+    assert left(100_000) == pytest.approx(200)
 
 
 # Records

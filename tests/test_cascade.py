@@ -547,6 +547,19 @@ def test_max_gram_keeps_its_quirks_when_faithful():
     assert said(MaxGram(block=3, bigrams={3: 7, 7: 5, 5: 5}), [1, 2, 3], 1, prompt=2).tokens == [7, 5, 5]
 
 
+@pytest.mark.parametrize(("seed", "least", "most"), [(1, 0.95, 1.0), (7, 0.1, 0.3)])
+def test_what_auto_assumes_of_a_draft_model_is_measured_on_texts_of_no_task(seed, least, most):
+    """The target's own copy, and a model that has nothing to do with it: 48 answers' tokens, 8 more at 75 %."""
+    both = {"target": TableModel(VOCAB, seed=1), "draft": TableModel(VOCAB, seed=seed)}
+    strategy = Cascade(both, Options())
+    strategy.practise([[1, 2, 3], [4, 5], [6], [7, 8, 9, 1]])
+    assert least < strategy.settings.alpha < most
+    assert all(not model.cache for model in both.values())
+    fixed = Cascade(both, Options(schedule="static"))
+    fixed.practise([[1, 2, 3]])
+    assert fixed.settings.alpha == schedule.ALPHA
+
+
 def test_bigrams_are_read_and_refused_in_one_line(tmp_path):
     file = tmp_path / "bigrams.json"
     file.write_text(json.dumps({"3": 7, "7": 1}))

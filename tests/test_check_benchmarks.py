@@ -56,27 +56,81 @@ def test_what_auto_spends_on_trying_is_the_time_of_its_first_rounds(benchmark):
 
 def test_the_summary_counts_cells_and_names_the_furthest(benchmark):
     def task(*ratios: float) -> dict[str, Any]:
-        arms = {f"s{n}": {"predicted_over_measured": r, "exact": 1, "outputs": 1} for n, r in enumerate(ratios)}
-        arms["auto"] = {"speedup": 1.5, "exact": 1, "outputs": 1}
-        return {"arms": arms, "auto": {"over_best_single": 0.98}}
+        plain = {"exact": 1, "outputs": 1, "speedup": 1.0}
+        arms = {f"s{n}": {**plain, "predicted": r, "from_other_half": [1.0, 1.3]} for n, r in enumerate(ratios)}
+        return {"arms": {**arms, "auto": {**plain, "speedup": 1.5}},
+                "auto": {"over_best_single": 0.98, "calibration_ms": 900.0}}  # fmt: skip
 
-    found = benchmark("prediction").summary({"a": task(1.05, 0.8), "b": task(0.95, 1.2)}, 0.1)
-    assert (found["cells"], found["share_within"], found["exact"]) == (4, 0.5, True)
-    assert found["furthest"] == {"task": "a", "arm": "s1", "predicted_over_measured": 0.8}
-    assert found["auto_worst_over_best_single"] == 0.98
+    module = benchmark("prediction_cells")
+    tasks = {"a": task(1.05, 0.8), "b": task(0.95, 1.2)}
+    others = [{"task": "a", "arm": "duo", "predicted": 2.0, "speedup": 2.1}]
+    found = module.summary(module.cells_of({"tasks": tasks, "also": others}), tasks, 0.1)
+    assert (found["cells"], found["share_within"], found["exact"]) == (5, 0.6, True)
+    assert found["share_within_by_strategy"] == {"s0": 1.0, "s1": 0.0, "duo": 1.0}
+    assert found["share_within_from_other_half"] == 0.5
+    assert (found["furthest"]["task"], found["furthest"]["arm"]) == ("a", "s1")
+    assert found["furthest"]["predicted_over_measured"] == 0.8
+    assert (found["auto_worst_over_best_single"], found["auto_worst_over_plain"]) == (0.98, 1.5)
 
 
-def test_a_small_run_is_one_document_and_a_picture(benchmark, tmp_path, capsys):
+def test_cells_of_other_benchmarks_are_speedups_over_plain_decoding(benchmark, tmp_path):
+    also = benchmark("prediction_cells").also
+    simulated = {
+        name: {"predicted_tokens_per_s": 22.0, "measured_tokens_per_s": 20.0} for name in ("duo", "speculative 2")
+    }
+    two = {"benchmark": "two-devices", "tasks": {"toy": {"arms": {"autoregressive": {"decode_tokens_per_s": 10.0}},
+                                                         "model": {"simulated": simulated}}}}  # fmt: skip
+    arms = {"sparse-kv 8": {"predicted_speedup": 1.2, "speedup": 1.1}, "lookup": {"speedup": 1.0}}
+    sparse = {"benchmark": "sparse-kv", "cells": [{"context": 4096, "batch": 2, "arms": arms}]}
+    for name, document in (("two", two), ("sparse", sparse), ("none", [])):
+        (tmp_path / name).write_text(json.dumps(document))
+    assert also(f"{tmp_path / 'two'},{tmp_path / 'sparse'}") == [
+        {"task": "toy", "arm": "duo", "predicted": 2.2, "speedup": 2.0},
+        {"task": "4096 tokens, 2 row(s)", "arm": "sparse-kv 8", "predicted": 1.2, "speedup": 1.1},
+    ]
+    for name, words in (("none", "not a document of two-devices or sparse-kv"), ("missing", "cannot be read")):
+        with pytest.raises(SystemExit, match=words):
+            also(str(tmp_path / name))
+
+
+def test_prices_are_the_medians_of_rounds(benchmark):
+    def round_of(ms: float) -> dict[str, Any]:
+        record = {"new_tokens": [1, 2], "contexts": [64, 384], "rows": [1], "median_ms": [[[ms], [2 * ms]]] * 2}
+        read = {"new_tokens": [30, 50], "contexts": [1], "rows": [1], "median_ms": [[[10 * ms]], [[20 * ms]]]}
+        return {"curves": {"target": record, "draft": record}, "reading": {"draft": read}}
+
+    known = benchmark("prediction_costs").prices([round_of(ms) for ms in (1.0, 5.0, 2.0)], 30)
+    assert (known.curves["target"].ms(1, 64), known.curves["draft"].ms(2, 384)) == (2.0, 4.0)
+    assert known.reading == {"draft": (30.0, 20.0)}
+
+
+def test_a_small_run_is_one_document_and_a_picture_and_goes_on_where_it_stopped(
+    benchmark, tmp_path, capsys, monkeypatch
+):
     pytest.importorskip("matplotlib")
-    main = benchmark("prediction").main
-    picture = tmp_path / "scatter.png"
-    words = ["--target", "tiny", "--draft", "tiny-draft", "--dtype", "float32", "--threads", "1", "--tasks",
-             "bundled=2", "--max-new-tokens", "12", "--lengths", "2", "--json", "--plot", str(picture)]  # fmt: skip
-    assert main(words) == 0
+    prediction = benchmark("prediction")
+    picture, out = tmp_path / "scatter.png", tmp_path / "found.json"
+    words = ["--target", "tiny", "--draft", "tiny-draft", "--dtype", "float32", "--threads", "1",
+             "--max-new-tokens", "12", "--lengths", "2", "--json", "--out", str(out)]  # fmt: skip
+    assert prediction.main([*words, "--tasks", "bundled:code-writing=2"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert prediction.main([*words, "--tasks", "bundled:code-writing=2,bundled:chat=2", "--plot", str(picture)]) == 0
     document = json.loads(capsys.readouterr().out)
-    arms = document["tasks"]["bundled"]["arms"]
-    assert list(arms) == ["autoregressive", "speculative 2", "lookup", "cascade", "auto"]
-    assert all(arm["predicted"] > 0 for name, arm in arms.items() if name != "autoregressive")
-    assert document["summary"]["cells"] == 4
+    assert document == json.loads(out.read_text())
+    assert list(document["tasks"]) == ["bundled:code-writing", "bundled:chat"]
+    for found in document["tasks"].values():
+        arms = found["arms"]
+        assert set(arms) == {"autoregressive", "speculative 2", "lookup", "cascade", "auto"}
+        assert all(
+            arm["predicted"] > 0 and len(arm["from_other_half"]) == 2 for name, arm in arms.items() if "low" in arm
+        )
+    speeds = [one["tasks"]["bundled:code-writing"]["arms"]["lookup"]["speedup"] for one in (first, document)]
+    assert speeds[0] == speeds[1]  # not measured again
+    assert set(document["beside_ms"]) == set(arms)
+    assert document["summary"]["cells"] == 8
     assert document["summary"]["exact"]
     assert picture.read_bytes()[:4] == b"\x89PNG"
+    monkeypatch.setattr(prediction, "load_models", lambda prepared: pytest.fail("there is nothing left to measure"))
+    assert prediction.main([*words, "--tasks", "bundled:chat=2"]) == 0
+    with pytest.raises(SystemExit, match="another lengths; name another file"):
+        prediction.main([*words, "--lengths", "3"])

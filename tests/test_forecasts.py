@@ -17,11 +17,12 @@ from specbench.models.cost_curve import CostCurve
 from specbench.results import compare as comparing
 from specbench.results import comparison, forecasts, runs, tables
 from specbench.results.metrics import Drafting
-from specbench.results.prediction import Prices, Work, conditional_acceptance, replay
+from specbench.results.prediction import Asked, Prices, Work, conditional_acceptance, replay
 from specbench.results.records import RunFolder
 from specbench.results.summary import ALL_TASKS, summarise
 
-SPECULATIVE = 12 * 20.0 / (3 * 28.0 + 3 * 4 * 2.0 + 0.5 * 10 - 2.0)  # of the synthetic run, by the document below
+# three rounds of five; three drafts of four; eleven tokens read, on the line from two (3 ms) to 100 (50 ms)
+SPECULATIVE = 12 * 20.0 / (3 * 28.0 + 3 * 4 * 2.0 + (3.0 + 9 * 47 / 98) - 2.0)
 
 
 def curve(*milliseconds: float) -> CostCurve:
@@ -66,19 +67,24 @@ def keep(folder: Path, name: str = "one", **changes: Any) -> None:
 # --- what the prices make of counted steps ---------------------------------------------------------------------------
 
 
-def work(outcomes: dict[tuple[int, int], int], levels: list[list[int]] | None = None, **more: Any) -> Work:
-    tokens = sum((accepted + 1) * count for (_, accepted), count in outcomes.items())
-    given: dict[str, Any] = dict(samples=1, asked=1, prompt_tokens=10.0) | more
-    return Work(Drafting(Counter(outcomes), tokens, 0, levels or []), **given)
+def work(
+    outcomes: dict[tuple[int, int], int], levels: list[list[int]] | None = None, asked: Asked | None = None, **more: Any
+) -> Work:
+    drafting = Drafting(
+        Counter(outcomes), sum((accepted + 1) * count for (_, accepted), count in outcomes.items()), 0, levels or []
+    )
+    given: dict[str, Any] = dict(samples=1, prompt_tokens=10.0) | more
+    return Work(drafting, asked=asked or forecasts.asked("speculative", drafting, 1, ()), **given)
 
 
-PRICES = Prices({"target": curve(20.0, 22.0, 24.0, 26.0, 28.0), "draft": curve(2.0, 3.0)}, {"draft": 0.5})
+PRICES = Prices({"target": curve(20.0, 22.0, 24.0, 26.0, 28.0), "draft": curve(2.0, 3.0)}, {"draft": (100.0, 50.0)})
+PROMPT = 3.0 + 9 * 47 / 98 - 2.0  # eleven tokens at once, on the line from 2 to 100 tokens, beside a forward of one
 
 
 def test_speculative_pays_for_its_drafts_its_blocks_and_the_prompt():
     """Two rounds of four tokens, one accepted whole, after which the draft reads two tokens at once."""
     found = replay("speculative", work({(4, 4): 1, (4, 1): 1}), PRICES)
-    assert found == (7 * 20.0, 2 * 28.0 + 8 * 2.0 + (3.0 - 2.0) + (10 * 0.5 - 2.0))
+    assert found == (7 * 20.0, pytest.approx(2 * 28.0 + 8 * 2.0 + (3.0 - 2.0) + PROMPT))
 
 
 def test_plain_decoding_is_predicted_to_be_itself_and_lookup_pays_for_its_blocks_only():
@@ -89,14 +95,15 @@ def test_plain_decoding_is_predicted_to_be_itself_and_lookup_pays_for_its_blocks
 def test_a_cascade_pays_for_the_forwards_of_its_levels():
     """Three forwards of the draft, which looked at three tokens of the n-grams; one n-gram token went to the target."""
     levels = [[4, 3, 3, 0], [4, 3, 0, 0]]
-    found = replay("cascade", work({(5, 4): 1}, levels, level_roles=["draft", None]), PRICES)
+    asked = forecasts.asked("cascade", Drafting(), 1, [([(5, 4)], [levels])])
+    found = replay("cascade", work({(5, 4): 1}, levels, asked, level_roles=["draft", None]), PRICES)
     assert found is not None
-    assert found[1] == pytest.approx(30.0 + 3 * 3.0 + 3.0)
+    assert found[1] == pytest.approx(30.0 + 3 * 3.0 + PROMPT)
 
 
 def test_a_cascade_that_never_asked_its_draft_does_not_pay_for_the_prompt():
     levels = [[0, 0, 0, 0], [4, 3, 0, 0]]
-    assert replay("cascade", work({(4, 3): 1}, levels, level_roles=["draft", None], asked=0), PRICES) == (80.0, 28.0)
+    assert replay("cascade", work({(4, 3): 1}, levels, Asked(), level_roles=["draft", None]), PRICES) == (80.0, 28.0)
     assert replay("auto", work({(4, 3): 1}), PRICES) == (80.0, 28.0)  # without a draft there are no levels
 
 
@@ -212,11 +219,29 @@ def test_levels_are_told_by_the_options():
     assert forecasts.level_roles(arm("lookup"), 0) == []
 
 
-def test_only_strategies_that_may_bypass_their_draft_are_looked_at_for_it():
-    asking, silent = [[[2, 1, 2, 9], [0, 0, 0, 0]]], [[[0, 0, 0, 0], [3, 1, 0, 0]]]
-    assert forecasts.asked([asking, silent, None], 3, "cascade") == 1
-    assert forecasts.asked([None, None], 2, "speculative") == 2
-    assert forecasts.asked([[[[2, 1]]]], 1, "cascade") == 0  # an older record without forwards
+def test_how_the_draft_model_was_asked_is_told_by_levels_where_it_may_be_bypassed():
+    """Plain; a draft of two that is accepted whole; three tokens of n-grams; again a draft, of one forward that looked
+    at two tokens of n-grams, with one more n-gram token behind it that is accepted, too."""
+    steps = [(0, 0), (2, 2), (3, 1), (4, 4), (0, 0), (1, 0)]
+    nothing = [0, 0, 0, 0]
+    levels = [[[2, 2, 2, 9], nothing], [nothing, [3, 1, 0, 0]], [[3, 3, 1, 9], [3, 3, 0, 0]], [[1, 0, 1, 9], nothing]]
+    found = forecasts.asked("cascade", Drafting(), 2, [(steps, levels), ([(3, 1)], None)])
+    assert found == Asked(1, Counter({3: 2}), Counter({(2, 0): 1, (1, 2): 1, (1, 0): 1}))
+    assert forecasts.asked("cascade", Drafting(), 1, [([(2, 1)], [[[2, 1]]])]) == Asked()  # an older record
+
+
+def test_every_draft_token_is_asked_for_where_it_cannot_be_bypassed():
+    drafting = work({(4, 4): 2, (4, 1): 1, (0, 0): 3}).drafting
+    assert forecasts.asked("speculative", drafting, 2, ()) == Asked(2, Counter({1: 2}), Counter({(4, 0): 3}))
+
+
+def test_what_a_strategy_does_beside_its_forwards_is_counted_with_every_forward():
+    """Half a millisecond with each of the two reviews and eight draft tokens, a tenth with each plain token."""
+    lean, busy = PRICES, Prices(PRICES.curves, PRICES.reading, beside_ms={"autoregressive": 0.1, "speculative": 0.5})
+    rounds = work({(4, 4): 1, (4, 1): 1})
+    (plain, ours), (more_plain, more) = replay("speculative", rounds, lean), replay("speculative", rounds, busy)
+    assert more_plain - plain == pytest.approx(7 * 0.1)
+    assert more - ours == pytest.approx(10 * 0.5)
 
 
 # --- where it is shown -----------------------------------------------------------------------------------------------
@@ -291,4 +316,4 @@ def test_a_sample_with_levels_is_counted_in_a_comparison_as_in_a_run(cache, tmp_
     (theirs,) = [row for row in found.rows if row.arm == "cascade"]
     assert ours.profile_decode_speedup == pytest.approx(theirs.profile_decode_speedup)
     # 12 rounds of 28 ms; 12 forwards of the draft over two tokens on average; three prompts
-    assert ours.profile_decode_speedup == pytest.approx(6 * 8 * 20 / (12 * 28 + 12 * 3.0 + 3 * (5 - 2)), rel=0.02)
+    assert ours.profile_decode_speedup == pytest.approx(6 * 8 * 20 / (12 * 28 + 12 * 3.0 + 3 * PROMPT), rel=0.02)

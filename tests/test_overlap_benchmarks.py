@@ -182,6 +182,7 @@ def test_ceilings_are_above_what_was_reached(model):
     for kind in ("speculative", "async", "duo"):
         assert 0.5 < model[kind]["of_ceiling"] < 1.1
         assert model[kind]["goal"] == (model[kind]["of_ceiling"] >= 0.9)
+        assert model[kind]["of_ceiling_with_contention"] >= model[kind]["of_ceiling"]
         assert model[kind]["ceiling_tokens_per_s"] <= 1.05 * model["perfect_anticipation_tokens_per_s"]
     assert model["async"]["ceiling_tokens_per_s"] > model["speculative"]["ceiling_tokens_per_s"]
 

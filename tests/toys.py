@@ -97,7 +97,8 @@ class SparseTable(TableModel):
         generator = torch.Generator().manual_seed(77)
         noise = torch.randn(dense.table.shape, generator=generator, dtype=torch.float64)
         self.table = dense.table + self.twist * noise
-        self.dense, self.selection, self.last_select_ns = dense, selection, 1_000_000
+        self.dense, self.selection = dense, selection
+        self.last_select_ns = self.last_follow_ns = 1_000_000
         self.chosen: list[tuple[int, int, int]] = []  # row, tokens that there were to choose from, budget
         self.watches: list[bool] = []
         self.bases: dict[int, int] = {}
