@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
-from . import comparing, distilling, lists, profiling, reporting, running, showing, sweeping
+from . import bigrams, comparing, distilling, lists, merging, profiling, reporting, running, showing, sweeping
 from .errors import show_tracebacks
 from .output import tolerate
 
@@ -58,8 +58,10 @@ app.command("validate", help=running.VALIDATE_HELP)(running.validate)
 app.command("show")(showing.show)
 app.command("report")(reporting.report)
 app.command("compare", help=comparing.COMPARE_HELP)(comparing.compare)
+app.command("merge", help=merging.MERGE_HELP)(merging.merge)
 app.command("sweep", help=sweeping.SWEEP_HELP)(sweeping.sweep)
 app.command("distill", help=distilling.DISTILL_HELP)(distilling.distill)
+app.command("bigrams", help=bigrams.BIGRAMS_HELP)(bigrams.bigrams)
 app.command("profile-hardware", help=profiling.PROFILE_HELP)(profiling.profile_hardware)
 app.add_typer(lists.app, name="list")
 

@@ -34,8 +34,8 @@ def _smoke() -> dict[str, Any]:
 
 
 def _runnable() -> Iterator[str]:
-    """Our own strategies, and every plug-in that can be loaded and needs no model or device that the preset does not
-    have."""
+    """Our own strategies, and every plug-in that can be loaded and needs no model, device or server that the preset
+    does not have."""
     from ..strategies import registry
 
     for name in registry.names():
@@ -45,7 +45,7 @@ def _runnable() -> Iterator[str]:
             if name in registry.BUILT_IN:
                 raise
             continue
-        if set(strategy.roles) <= {"target", "draft"} and not strategy.apart:
+        if set(strategy.roles) <= {"target", "draft"} and not strategy.apart and not strategy.sends_text:
             yield name
 
 

@@ -12,10 +12,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..results.listener import Listener
+from ..results.listener import Grid, Listener
 from ..results.live import Running, Standing
 from ..results.records import Sample
 from ..results.tables import digits
+from . import grid as grids
 from .output import stderr
 
 
@@ -59,6 +60,7 @@ class _Table(Listener):
         self.spinner = console.status("")
         self.live: Live | None = None
         self.over = False
+        self.shown: Grid | None = None
         atexit.register(self.close)  # an error while loading must not leave the cursor hidden
 
     def stage(self, text: str) -> None:
@@ -93,6 +95,15 @@ class _Table(Listener):
         self.running.add(samples)
         self.draw()
 
+    def grid(self, grid: Grid) -> None:
+        self.shown = grid
+        if self.live is None:
+            self.close()
+            self.started, self.next = time.monotonic(), 0.0
+            self.live = Live(console=self.console, auto_refresh=False, transient=True)
+            self.live.start()
+        self.draw()
+
     def end(self) -> None:
         self.close()
         self.over = True
@@ -112,20 +123,14 @@ class _Table(Listener):
         self.next = after + max(0.2, 20 * (after - now))
 
     def view(self, now: float) -> RenderableType:
+        if self.shown is not None:
+            return grids.view(self.shown, now - self.started, self.console.height - 3)
         total = max(self.total, self.done)  # later turns of a conversation are not known in advance
         line = Table.grid(padding=(0, 2, 0, 0))
         bar = ProgressBar(total=max(total, 1), completed=self.done, width=20)
-        left = _left(now - self.started, self.done - self.before, total - self.done)
+        left = grids.left(now - self.started, self.done - self.before, total - self.done)
         line.add_row(self.text, bar, f"{self.done}/{total}", left)
         return Group(line, standings(self.running.standings(), self.console.width, self.console.height - 3))
-
-
-def _left(seconds: float, done: int, left: int) -> str:
-    if not done:
-        return ""
-    minutes, rest = divmod(round(seconds / done * left), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02} left" if hours else f"{minutes}:{rest:02} left"
 
 
 _NAME, _REST = 12, 58  # cells that the name of an arm has at least, and those that the other columns take

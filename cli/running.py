@@ -45,8 +45,15 @@ def run(
     target: Annotated[
         Text,
         _option(
-            _WHAT, "Target model: hub id, folder, .gguf file or built-in name (default: smollm2-135m)", "--target", "-t"
+            _WHAT,
+            "Target model: hub id, folder, .gguf file, built-in name, or endpoint:URL#model (default: smollm2-135m)",
+            "--target",
+            "-t",
         ),
+    ] = None,
+    tokenizer: Annotated[
+        Text,
+        _option(_WHAT, "With --target endpoint:URL: the model whose tokenizer makes the prompts", "--tokenizer"),
     ] = None,
     draft: Annotated[Text, _option(_WHAT, "Draft model, named like the target", "--draft", "-d")] = None,
     task: Annotated[
@@ -139,6 +146,10 @@ def run(
     threads: Annotated[
         Number, _option(_WHERE, "CPU threads (default: the physical cores that may be used)", "--threads")
     ] = None,
+    tp: Annotated[
+        Number,
+        _option(_WHERE, "Ranks that share the target, a device each (transformers runtime) (default: 1)", "--tp"),
+    ] = None,
     batch: Annotated[Number, _option(_WHERE, "Rows that run together (default: 1)", "--batch", "-b")] = None,
     batch_prompts: Annotated[
         Number, _option(_WHERE, "Prompts that one call takes through its batch (default: 4 per row)", "--batch-prompts")
@@ -181,8 +192,11 @@ def run(
         if value is not None and value != [] and key not in _OF_THE_COMMAND
     }
     plan = _plan(flags, option or [], config, preset, all_prompts)
+    from ..results.ranks import follow_rank_0
     from .progress import listener_for
 
+    if follow_rank_0(plan, dry_run):
+        return
     listener = listener_for(quiet)
     from ..results import run as runs
 
@@ -264,7 +278,7 @@ def _say_what_would_run(prepared: Any, json: bool) -> None:
         "models": {role: info.name for role, info in prepared.infos.items()},
         "dtype": prepared.dtype,
         "runtime": prepared.runtimes,
-        "devices": {role: str(checked.placement.of(role)) for role in prepared.infos},
+        "devices": {role: " + ".join(map(str, checked.placement.all_of(role))) for role in prepared.infos},
         "threads": checked.placement.threads,
         "vocabulary": prepared.vocab_size,
         "tasks": {name: sum(task == name for task, _ in prepared.prompts) for name, _ in checked.tasks},

@@ -16,6 +16,8 @@ SWEEP_HELP = """Run every combination of a grid, each as a run of its own, and n
 
 Takes the options of run. Resumable: done cells are skipped. One that fails does not stop the others.
 
+With --executor ray the cells run on the nodes of a Ray cluster, one per node or GPU at a time.
+
 Example: specbench sweep -s speculative -t org/big -d org/small --grid draft-length=2,4,8 --grid dtype=float32,bfloat16
 """
 
@@ -29,6 +31,28 @@ _GRID = typer.Option(
 )
 
 
+_EXECUTOR = typer.Option(
+    "--executor",
+    help="Who runs the cells: local (this process, one after another) or ray (the nodes of a cluster)",
+    rich_help_panel="Where it runs",
+)
+_ADDRESS = typer.Option(
+    "--address", help="Of the Ray cluster: auto, or host:port of its head", rich_help_panel="Where it runs"
+)
+_HARDWARE = typer.Option(
+    "--hardware",
+    help="With ray: a custom resource that a node must have, as in ray start --resources '{\"a100\": 1}'",
+    rich_help_panel="Where it runs",
+    show_default=False,
+)
+_ASSUME = typer.Option(
+    "--assume",
+    help="With --dry-run: tok/s of every arm, where no profile of the target tells the machine hours",
+    rich_help_panel="What comes out",
+    show_default=False,
+)
+
+
 def _sweep(grid: list[str] | None = None, **given: Any) -> None:
     from ..results import best, sweep
     from ..results.comparison import print_comparison
@@ -37,10 +61,16 @@ def _sweep(grid: list[str] | None = None, **given: Any) -> None:
 
     plan, axes = _plan(given, grid or [])
     out, resume = plan.out or sweep.new_folder(), plan.resume
+    executor = _executor(given)
+    elsewhere = given["executor"] == "ray"
     if given["dry_run"]:
-        _say_what_would_run(sweep.prepare(plan, axes, out, resume), given["json"])
+        from ..results.estimate import estimate
+
+        cells = sweep.prepare(plan, axes, out, resume, elsewhere)
+        _say_what_would_run(cells, estimate(cells, given["assume"]), given["json"])
         return
-    result = sweep.sweep(plan, axes, out, listener_for(given["quiet"]), sys.argv[1:], resume)
+    listener = listener_for(given["quiet"])
+    result = sweep.sweep(plan, axes, out, listener, sys.argv[1:], resume, executor, elsewhere)
     summary, found = best.findings(result)
     console = stderr()
     if given["json"]:
@@ -60,6 +90,24 @@ def _sweep(grid: list[str] | None = None, **given: Any) -> None:
         raise typer.Exit(INTERRUPTED)
     if result.failures or summary is None:
         raise typer.Exit(1)
+
+
+def _executor(given: dict[str, Any]) -> Any:
+    """None for the local one. Raises UsageError for what does not go together, before anything else is looked at."""
+    from ..errors import UsageError, unknown
+
+    if given["executor"] not in ("local", "ray"):
+        raise UsageError(unknown("executor", given["executor"], ("local", "ray")))
+    if given["assume"] is not None and not (given["dry_run"] and 0 < given["assume"] < float("inf")):
+        raise UsageError(f"--assume {given['assume']:g}: is a speed above 0, and goes with --dry-run")
+    if given["executor"] == "local":
+        for name, default in (("address", "auto"), ("hardware", None)):
+            if given[name] != default:
+                raise UsageError(f"--{name} {given[name]}: goes with --executor ray")
+        return None
+    from ..results.ray_executor import RayExecutor
+
+    return None if given["dry_run"] else RayExecutor(given["address"], given["hardware"])
 
 
 def _plan(given: dict[str, Any], grid: list[str]) -> tuple[Any, dict[str, Any]]:
@@ -96,17 +144,39 @@ def _plan(given: dict[str, Any], grid: list[str]) -> tuple[Any, dict[str, Any]]:
     return resolve(flags, settings, where), axes
 
 
-_HERE = {"option", "config", "preset", "all_prompts", "dry_run", "json", "quiet"}
+_HERE = {
+    "option",
+    "config",
+    "preset",
+    "all_prompts",
+    "dry_run",
+    "json",
+    "quiet",
+    "executor",
+    "address",
+    "hardware",
+    "assume",
+}
 _NOT_HERE = {"overwrite"}
 
 
-def _say_what_would_run(cells: Any, json: bool) -> None:
+def _say_what_would_run(cells: Any, estimate: Any, json: bool) -> None:
     if json:
-        print_json({"ok": True, "cells": [cell.record() for cell in cells]})
+        print_json({"ok": True, "cells": [cell.record() for cell in cells], "estimate": estimate.to_dict()})
         return
+    from ..results.tables import digits
+
     for cell in cells:
         stdout().print(f"{cell.name}{' (done)' if cell.state == 'done' else ''}", soft_wrap=True)
-    stdout().print(f"{len(cells)} cells; all checks passed; nothing was run")
+    console = stdout()
+    work = f"{len(estimate.cells)} to run: {estimate.samples:,} samples, at most {estimate.tokens:,} new tokens"
+    if estimate.cells:
+        hours = "not known" if estimate.hours is None else f"at most {digits(estimate.hours)}, without loading models"
+        console.print(work, soft_wrap=True)
+        console.print(f"machine hours: {hours}", soft_wrap=True)
+        for line in estimate.basis:
+            console.print(f"  {line}", soft_wrap=True)
+    console.print(f"{len(cells)} cells; all checks passed; nothing was run")
 
 
 def _with_the_options_of_run() -> Any:
@@ -117,7 +187,13 @@ def _with_the_options_of_run() -> Any:
     grid = inspect.Parameter(
         "grid", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=Annotated[list[str] | None, _GRID]
     )
-    parameters = [grid, *options.values()]
+    mine = (("executor", str, _EXECUTOR, "local"), ("address", str, _ADDRESS, "auto"),
+            ("hardware", str | None, _HARDWARE, None), ("assume", float | None, _ASSUME, None))  # fmt: skip
+    more = [
+        inspect.Parameter(name, grid.kind, default=default, annotation=Annotated[kind, option])
+        for name, kind, option, default in mine
+    ]
+    parameters = [grid, *options.values(), *more]
 
     def sweep(**given: Any) -> None:
         _sweep(**given)

@@ -94,18 +94,24 @@ class Placement:
     """Which role runs where, and with how many threads.
 
     Attributes:
-        devices: of the roles that were named, the target's always.
+        devices: of the roles that were named, the target's always; of a target with several ranks, that of rank 0.
         counts: threads per CPU device; of the target's GPU where no role is on a CPU.
+        followers: devices of the target's other ranks, in order; a GPU with the cores that its process runs on.
     """
 
     devices: Mapping[str, Device]
     counts: Mapping[Device, int]
+    followers: tuple[Device, ...] = ()
 
     def of(self, role: str) -> Device:
         """A role that is not named sits with the first draft, if that is named, else with the target."""
         if role in self.devices:
             return self.devices[role]
         return self.devices["draft"] if role != "target" and "draft" in self.devices else self.devices["target"]
+
+    def all_of(self, role: str) -> tuple[Device, ...]:
+        """Every device that computes for a role: of a target with several ranks, one per rank."""
+        return (self.of(role), *(self.followers if role == "target" else ()))
 
     def threads_of(self, role: str) -> int:
         """OpenMP threads of the process that the role runs in; the target's launches kernels where it is on a GPU."""
@@ -118,25 +124,34 @@ class Placement:
         return self.threads_of("target")
 
     @property
+    def ranks(self) -> tuple[tuple[Device, int], ...]:
+        """Device and threads of every rank of the target, ours first; none where it has a single one."""
+        return tuple((device, self.counts[device]) for device in self.all_of("target")) if self.followers else ()
+
+    @property
     def main_cores(self) -> tuple[int, ...]:
-        """The cores of our own process: the target's, or, where that is on a GPU, those that no other role has."""
+        """The cores of our own process: the target's, or, where that is on a GPU, those that no one else has."""
         target = self.of("target")
         if target.kind == "cpu":
             return target.cores or available_cores()
-        taken = {core for device in self.devices.values() if device.kind == "cpu" for core in device.cores}
+        others = *(device for device in self.devices.values() if device.kind == "cpu"), *self.followers
+        taken = {core for device in others for core in device.cores}
         return tuple(core for core in available_cores() if core not in taken)
 
 
-def parse_placement(text: str, threads: int | None = None) -> Placement:
+def parse_placement(text: str, threads: int | None = None, ranks: int = 1) -> Placement:
     """`target=cuda:0,draft=cpu:1-7`; a bare device is the target's.
 
     Args:
         threads: of the target's cores, or, where the target is on a GPU, of the first draft's; by default one per
             physical core. Other core sets are used whole.
+        ranks: how many processes share the target. They share its cores, or take the GPUs that follow it; a role on
+            the target's device sits with rank 0, and `threads` is of each rank.
 
     Raises:
         PlacementError: a role that is not one or is placed twice, a device that is not there, core sets that overlap,
-            more threads than cores or than the cgroup lets run, or no core left to launch a GPU's kernels from.
+            more threads than cores or than the cgroup lets run, no core left to launch a GPU's kernels from, more
+            ranks than cores, or a draft on the GPU of a rank other than the first.
     """
     devices: dict[str, Device] = {}
     for part in filter(None, re.split(r",(?=\s*[a-z]+\d*\s*=)", text.strip())):
@@ -151,21 +166,61 @@ def parse_placement(text: str, threads: int | None = None) -> Placement:
         devices[role] = parse_device(device)
     devices.setdefault("target", Device("cpu"))
     if devices["target"].kind == "cuda":
-        devices = _leave_a_core(devices)
+        devices = _leave_cores(devices, ranks)
     _check_overlap(devices)
+    if ranks > 1:
+        return _place_ranks(devices, threads, ranks)
     return Placement(devices, _count_threads(devices, threads))
 
 
-def _leave_a_core(devices: dict[str, Device]) -> dict[str, Device]:
-    """With the target on a GPU, our process needs a core to launch kernels from: a draft on `cpu` leaves it the first
-    one, so that a worker does not stand in its way."""
+def _place_ranks(devices: dict[str, Device], threads: int | None, ranks: int) -> Placement:
+    """One device per rank, and for the process of each a share of the cores, the same for all: they wait for one
+    another at every layer."""
+    target = devices["target"]
+    taken = {core for device in devices.values() if device.kind == "cpu" and device != target for core in device.cores}
+    cores = target.cores or tuple(core for core in available_cores() if core not in taken)
+    units = _units(cores)
+    if len(units) < ranks:
+        where = f"of {target}" if target.kind == "cpu" else "left by the drafts"
+        raise PlacementError(
+            f"--tp {ranks}: {ranks} ranks need a core each, and of those {where} {len(units)} can be used; lower --tp, "
+            "or leave the target more cores"
+        )
+    size = len(units) // ranks
+    shares = [
+        tuple(sorted(core for unit in units[at : at + size] for core in unit)) for at in range(0, size * ranks, size)
+    ]
+    if target.kind == "cpu":
+        first, *others = (Device("cpu", share) for share in shares)
+    else:
+        first = target
+        others = [Device("cuda", share, target.index + rank) for rank, share in enumerate(shares) if rank]
+        for role, device in devices.items():
+            if device.kind == "cuda" and target.index < device.index < target.index + ranks:
+                raise PlacementError(
+                    f"--tp {ranks}: {device} is taken by a rank of the target ({target} to {others[-1]}); place "
+                    f"{role} on {target}, on another GPU or on cpu"
+                )
+    count = default_threads(shares[0]) if threads is None else threads
+    if not 1 <= count <= len(shares[0]):
+        raise PlacementError(f"--threads {threads}: from 1 to {len(shares[0])}, the cores of each of {ranks} ranks")
+    placed = {role: first if device == target else device for role, device in devices.items()}
+    rest = {device for device in placed.values() if device.kind == "cpu"} - {first}
+    counts = {device: default_threads(device.cores) for device in rest} | dict.fromkeys((first, *others), count)
+    _check_cgroup(counts)
+    return Placement(placed, counts, tuple(others))
+
+
+def _leave_cores(devices: dict[str, Device], ranks: int) -> dict[str, Device]:
+    """With the target on a GPU, our process needs a core to launch kernels from, and so does that of every other rank:
+    a draft on `cpu` leaves them the first ones, so that a worker does not stand in their way."""
     cores = available_cores()
-    rest = Device("cpu", cores[1:])
+    rest = Device("cpu", cores[ranks:])
     left = {role: rest if device == Device("cpu") else device for role, device in devices.items()}
     taken = {core for device in left.values() for core in device.cores}
-    if taken >= set(cores) or (rest in left.values() and len(cores) < 2):
+    if taken >= set(cores) or (rest in left.values() and len(cores) < ranks + 1):
         target = devices["target"]
-        way_out = f"draft=cpu:{_ranges(cores[1:])}" if len(cores) > 1 else f"draft={target}"
+        way_out = f"draft=cpu:{_ranges(cores[ranks:])}" if len(cores) > ranks else f"draft={target}"
         raise PlacementError(
             f"every core ({len(cores)}) is placed, and none is left to launch the kernels of target={target} from; "
             f"leave one out, as in {way_out}"
@@ -201,6 +256,11 @@ def _count_threads(devices: Mapping[str, Device], threads: int | None) -> dict[D
         counts[devices["target"]] = threads or default_threads(available_cores())
         if counts[devices["target"]] > len(available_cores()):
             raise PlacementError(f"--threads {threads}: from 1 to {len(available_cores())}, the cores that may be used")
+    _check_cgroup(counts)
+    return counts
+
+
+def _check_cgroup(counts: Mapping[Device, int]) -> None:
     limit, total = cgroup_cpu_limit(), sum(counts.values())
     if len(counts) > 1 and limit is not None and total > limit:
         each = " + ".join(str(count) for count in counts.values())
@@ -208,7 +268,6 @@ def _count_threads(devices: Mapping[str, Device], threads: int | None) -> dict[D
             f"{' and '.join(map(str, counts))}: {each} threads at once, but this container may take {limit:g} cores of "
             "time; name fewer cores"
         )
-    return counts
 
 
 def split(cores: Sequence[int]) -> tuple[Device, Device]:
@@ -216,12 +275,7 @@ def split(cores: Sequence[int]) -> tuple[Device, Device]:
 
     No more cores than the cgroup lets run. Raises PlacementError where there are not two.
     """
-    limit = cgroup_cpu_limit()
-    groups: dict[str, list[int]] = {}
-    for core in cores:
-        groups.setdefault(_siblings(core), []).append(core)
-    units = list(groups.values()) if len(groups) > 1 else [[core] for core in cores]
-    units = units[: math.floor(limit)] if limit else units
+    limit, units = cgroup_cpu_limit(), _units(cores)
     if len(units) < 2:
         raise PlacementError(
             f"two roles that work at the same time need two cores; there is {len(units) or 1} here"
@@ -230,6 +284,35 @@ def split(cores: Sequence[int]) -> tuple[Device, Device]:
     half = (len(units) + 1) // 2
     first, second = (tuple(sorted(core for unit in part for core in unit)) for part in (units[:half], units[half:]))
     return Device("cpu", first), Device("cpu", second)
+
+
+def _units(cores: Sequence[int]) -> list[list[int]]:
+    """What can be given to processes that work at once: physical cores with their siblings, or, of a single physical
+    core, its siblings; no more of them than the cgroup lets run."""
+    limit = cgroup_cpu_limit()
+    groups: dict[str, list[int]] = {}
+    for core in cores:
+        groups.setdefault(_siblings(core), []).append(core)
+    units = list(groups.values()) if len(groups) > 1 else [[core] for core in cores]
+    return units[: math.floor(limit)] if limit else units
+
+
+def divide(cores: Sequence[int], counts: Sequence[int]) -> list[tuple[int, ...]]:
+    """Core sets for several processes of one machine: at least so many cores each, none at all where they run out.
+
+    No two share a physical core, unless there is only one.
+    """
+    groups: dict[str, list[int]] = {}
+    for core in sorted(cores):
+        groups.setdefault(_siblings(core), []).append(core)
+    units = list(groups.values()) if len(groups) > 1 else [[core] for core in sorted(cores)]
+    parts = []
+    for count in counts:
+        part: list[int] = []
+        while units and len(part) < count:
+            part += units.pop(0)
+        parts.append(tuple(sorted(part)))
+    return parts
 
 
 @functools.cache
@@ -314,16 +397,23 @@ def _threads() -> list[int]:
 
 def check_gpus(placement: Placement) -> None:
     """Raises PlacementError for a GPU that torch does not see. Imports torch, which `parse_placement` does not."""
-    wanted = [device for device in placement.devices.values() if device.kind == "cuda"]
-    if not wanted:
+    wanted = [device for device in (*placement.devices.values(), *placement.followers) if device.kind == "cuda"]
+    on_cpu_ranks = placement.followers and placement.of("target").kind == "cpu"
+    if not wanted and not on_cpu_ranks:
         return
     import torch
 
     count = torch.cuda.device_count()
+    if on_cpu_ranks and count:
+        raise PlacementError(
+            f"target={placement.of('target')}: ranks on CPU need the GPUs out of sight, since transformers shards a "
+            "model onto those it sees; set CUDA_VISIBLE_DEVICES= for this run, or place the target on cuda:0"
+        )
     for device in wanted:
         if device.index >= count:
             found = f"torch sees {count} GPU(s)" if count else "torch sees no GPU here"
-            raise PlacementError(f"{device}: not there; {found}. See: specbench list devices")
+            asked = f"--tp {len(placement.ranks)}: " if placement.followers else ""
+            raise PlacementError(f"{asked}{device}: not there; {found}. See: specbench list devices")
 
 
 def gpus() -> list[dict[str, str]]:

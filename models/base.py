@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -50,6 +50,8 @@ class CachedModel(ABC):
         last_forward_ns: how long the last forward took, for controllers (budgets, fallbacks).
         trace: a list to append every `Forward` to, or None. With a list the device is synchronised around each
             forward, which costs time: traced passes never feed a table.
+        worker: of a model that other processes hold, wholly or with us, what a run drains and asks them with: `call`,
+            `drain`, `join`; None where this process holds it alone.
     """
 
     name: str
@@ -63,6 +65,7 @@ class CachedModel(ABC):
     kernels: str = "torch"
     last_forward_ns: int = 0
     trace: list[Forward] | None = None
+    worker: Any = None
 
     @abstractmethod
     def advance(

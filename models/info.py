@@ -262,6 +262,11 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
 
 
+def parameters_in(folder: Path) -> int | None:
+    """Number of weights in a model folder; None where its files do not tell, or are not there."""
+    return _parameters(weight_files(folder))
+
+
 def _parameters(files: list[Path]) -> int | None:
     total = 0
     for file in files:

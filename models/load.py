@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import ModelError, unknown
+from ..hardware.devices import Device
 from .base import CachedModel
 from .info import ModelInfo, describe, explained, hub_snapshot, weight_files
 from .quiet import quiet
@@ -120,6 +122,32 @@ def check_runtime(
     return not refusal and runtime != "transformers"
 
 
+def check_ranks(info: ModelInfo, ranks: int) -> None:
+    """Refuses a model that so many processes cannot share by transformers' tensor-parallel plan; 1 is always right.
+
+    Raises:
+        ModelError: the architecture has no plan, or its attention heads cannot be dealt out evenly.
+    """
+    if ranks == 1:
+        return
+    config, what = info.config.get_text_config(decoder=True), f"--tp {ranks}: {info.role} {info.name}"
+    plan = getattr(config, "base_model_tp_plan", None)
+    if not plan:
+        raise ModelError(
+            f"{what} is a {info.model_type}, for which transformers has no tensor-parallel plan; leave --tp out, or "
+            "choose another model"
+        )
+    if not any("att" in name and style == "colwise" for name, style in plan.items()):
+        return  # every rank computes all heads
+    heads = config.num_attention_heads
+    counts = {"KV": getattr(config, "num_key_value_heads", None) or heads, "attention": heads}
+    possible = [str(n) for n in range(2, heads + 1) if not any(count % n for count in counts.values())]
+    for kind, count in counts.items():
+        if count % ranks:
+            way_out = f"it takes --tp {' or '.join(possible)}" if possible else "leave --tp out"
+            raise ModelError(f"{what} has {count} {kind} head(s), which {ranks} ranks cannot share evenly; {way_out}")
+
+
 def load(
     info: ModelInfo,
     device: str = "cpu",
@@ -128,6 +156,7 @@ def load(
     vocab_size: int | None = None,
     quant: str | None = None,
     exact: bool = False,
+    ranks: Sequence[tuple[Device, int]] = (),
 ) -> CachedModel:
     """Loads the weights and puts a runtime around them; silent on stdout and stderr.
 
@@ -136,13 +165,23 @@ def load(
         vocab_size: cut logits to it, see `check_pair`; None keeps the head.
         quant: quantise the weights (`int4`, `int8`); the packed runtime only.
         exact: on CUDA, compute so that a draft changes no bits, at a price; the packed runtime only.
+        ranks: device and threads of every rank that shares the model, ours first, as `Placement.ranks`; none for a
+            model of this process alone. The transformers runtime only, so `runtime`, `quant` and `exact` say nothing.
 
     Raises:
         ModelError: the model's cache cannot be rolled back, the runtime does not support the model, or loading fails.
+        WorkerError: another rank cannot be started, or died.
     """
     if runtime not in RUNTIMES:
         raise ModelError(unknown("runtime", runtime, RUNTIMES))
     check_cache(info)
+    if ranks:
+        from . import tensor_parallel
+
+        check_ranks(info, len(ranks))
+        if info.spec.kind == "hub":
+            _fetch_weights(info)  # once, before every rank reads them
+        return tensor_parallel.load(info, ranks, dtype, vocab_size)
     if check_runtime(info, device, dtype, runtime, quant, exact):
         from . import packed
 
@@ -167,9 +206,12 @@ def load(
     return TransformersModel(hf_model, name=info.name, context_length=info.context_length, vocab_size=vocab_size)
 
 
-def load_transformers(info: ModelInfo, device: str = "cpu", dtype: str = "float32") -> Any:
+def load_transformers(info: ModelInfo, device: str = "cpu", dtype: str = "float32", ranks: int = 1) -> Any:
     """The plain transformers model: on its device, in eval mode, without gradients, with sdpa attention where the
     architecture has it.
+
+    Args:
+        ranks: of the process group, in which every rank calls this and gets its shard; the device is then the group's.
 
     Raises:
         ModelError: an unknown dtype, files that cannot be read, or weights that are missing in them.
@@ -192,14 +234,23 @@ def load_transformers(info: ModelInfo, device: str = "cpu", dtype: str = "float3
             attn_implementation=attention,
             trust_remote_code=False,
             output_loading_info=True,
+            **_sharded(ranks),
         )
-        hf_model, found = loaded[0].to(device), loaded[1]
+        hf_model, found = loaded[0] if ranks > 1 else loaded[0].to(device), loaded[1]
     if missing := sorted(found["missing_keys"]):
         raise ModelError(  # transformers would fill them with random numbers
             f"{info.role} {info.name}: its files lack {len(missing)} of the weights, first {missing[0]}; they are not "
             f"those of a {info.architecture}"
         )
     return hf_model.eval().requires_grad_(False)
+
+
+def _sharded(ranks: int) -> dict[str, Any]:
+    if ranks == 1:
+        return {}
+    from transformers.distributed import DistributedConfig
+
+    return {"distributed_config": DistributedConfig(tp_size=ranks)}
 
 
 def _assemble(info: ModelInfo, target: ModelInfo, dtype: str) -> Any:

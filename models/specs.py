@@ -57,6 +57,11 @@ def parse(text: str) -> ModelSpec:
     """
     if text in BUILTIN:
         return ModelSpec(text, "builtin", text)
+    if text.startswith("endpoint:"):
+        raise ModelError(
+            "endpoint:…: a server is named by --target of specbench run, with --tokenizer, or as a strategy with "
+            "--option endpoint.url=URL"
+        )
     if text == "self" or text.startswith("self:"):
         quant = text.partition(":")[2]
         if quant not in QUANTISED:

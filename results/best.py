@@ -34,6 +34,7 @@ class Best:
         second: cell and arm of the next best; None where there is only one.
         ratio, low, high: how much better than the second, on the prompts that both have, with its 95 % interval.
         separable: whether that interval lies above 1; None without a second.
+        hardware: that it is the best on, where the cells ran on several kinds; machines are not ranked.
     """
 
     task: str
@@ -48,13 +49,15 @@ class Best:
     low: float | None = None
     high: float | None = None
     separable: bool | None = None
+    hardware: str | None = None
 
     @property
     def text(self) -> str:
         value = tables.interval(self.speedup) if self.speedup else f"{tables.digits(self.tokens_per_s)} tok/s"
         if self.speedup and self.by != "decode speed-up":
             value = f"{tables.digits(self.tokens_per_s)} tok/s, {value}"
-        said = f"{self.task}: best is {self.arm} in {self.cell}, {value}"
+        where = f"{self.task} on {self.hardware}" if self.hardware else self.task
+        said = f"{where}: best is {self.arm} in {self.cell}, {value}"
         if self.speedup and self.speedup.verdict == "slower":
             said += ", slower than the baseline all the same"
         if self.second is None:
@@ -75,7 +78,7 @@ class _Candidate:
 
 
 def findings(result: SweepResult) -> tuple[Comparison | None, list[Best]]:
-    """Rows of all finished cells by task, the best first, and the best of each task.
+    """Rows of all finished cells by task and hardware, the best first, and the best of each.
 
     A cell whose folder cannot be read is marked as failed. None where no cell has any row.
     """
@@ -94,12 +97,16 @@ def findings(result: SweepResult) -> tuple[Comparison | None, list[Best]]:
         return None, []
     best = []
     rows: list[ComparedRow] = []
-    for task in dict.fromkeys(one.row.task for one in candidates):
-        ranked = [one for one in candidates if one.row.task == task and not one.row.baseline]
-        ranked = ranked or [one for one in candidates if one.row.task == task]
+    several = len({one.row.hardware for one in candidates}) > 1
+    tasks = list(dict.fromkeys(one.row.task for one in candidates))
+    groups = dict.fromkeys((one.row.task, one.row.hardware) for one in candidates)
+    for task, hardware in sorted(groups, key=lambda group: tasks.index(group[0])):
+        here = [one for one in candidates if (one.row.task, one.row.hardware) == (task, hardware)]
+        ranked = [one for one in here if not one.row.baseline] or here
         ranked.sort(key=lambda one: -_worth(one, by))
         if _worth(ranked[0], by) > 0:
             best.append(_best(task, ranked, by))
+            best[-1].hardware = hardware if several else None
         rows += [_labelled(one) for one in ranked]
     counted = f"{sum(cell.state == 'done' for cell in result.cells)} of {len(result.cells)} cells are done"
     title = [f"sweep {result.out}, by {by}, the best first: {counted}", *whole.title]

@@ -96,6 +96,10 @@ class Columns:
         tokens = int((self["tokens"][chosen] - 1).sum())
         return Drafting(Counter(outcomes), tokens, int(self["wasted"][chosen].sum()), levels.levels)
 
+    def steps(self, at: int) -> list[tuple[int, int]]:
+        """(drafted, accepted) of the steps of one sample after the prefill."""
+        return [divmod(step, _MOST_ACCEPTED) for step in self.outcomes[self.starts[at] : self.starts[at + 1]].tolist()]
+
     def token_ids(self, at: int) -> list[int]:
         return json.loads(b"[" + self.ids[at] + b"]")
 

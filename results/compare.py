@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import MeasurementError, UsageError, unknown
-from . import forecasts, metrics, statistics, summary
+from . import forecasts, metrics, served, statistics, summary
 from .columns import join
 from .comparison import GROUPINGS, METRICS, ComparedRow, Comparison
 from .lossless import first_difference
@@ -236,6 +236,8 @@ class _Comparing:
                      "conditional_acceptance_by_position", "acceptance_by_level"):  # fmt: skip
             setattr(row, name, getattr(drafting, name))
         row.spread, row.drain_share = spread(data, ok), drain_share(calls)
+        if served.is_served(arm.facts):
+            served.tell_drafting(row, ())  # the records would have to be read whole
         return row
 
     def _against(self, group: str, row: ComparedRow, arm: ComparedArm, baseline: ComparedArm, chosen: Chosen) -> None:
@@ -260,8 +262,9 @@ class _Comparing:
         if baseline.name == baseline.run.manifest.get("baseline"):  # plain decoding, which predictions are held against
             row.profile_decode_speedup = self._forecast(arm, ours)
         row.cause = summary._cause(row, arm.facts, None, None)
-        if row.lossless and same:
-            row.exactness = self._exactness(arm, baseline, pairing)
+        text_only = served.is_served(arm.facts) and summary._greedy(arm.run.manifest) and not self.forced
+        if row.lossless and (same or text_only):
+            row.exactness = self._exactness(arm, baseline, pairing) | ({"text_only": True} if text_only else {})
         if group == ALL_TASKS or self.by != "task":
             return
         self.cautions += statistics.pairing_cautions(group, arm.label, baseline.label, pairing.counts(), same)
@@ -284,9 +287,10 @@ class _Comparing:
         if kept is None or not len(ok):
             return None
         texts, strategy = data.names["task"].texts, arm.facts.get("strategy", arm.name)
-        asked = forecasts.asked((data.levels.get(at) for at in ok.tolist()), len(ok), strategy)
         tasks = {texts[task] for task in np.unique(data["task"][ok]).tolist()}
-        found = forecasts.speedup(kept, arm.facts, arm.run.manifest, data.drafting(ok), len(ok), asked, tasks)
+        drafting, told = data.drafting(ok), ((data.steps(at), data.levels.get(at)) for at in ok.tolist())
+        asked = forecasts.asked(strategy, drafting, len(ok), told)
+        found = forecasts.speedup(kept, arm.facts, arm.run.manifest, drafting, len(ok), asked, tasks)
         self.used |= {arm.number} if found else set()
         return found
 

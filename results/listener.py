@@ -3,8 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from .records import Sample
+
+
+@dataclass(frozen=True)
+class Working:
+    """A worker and how far its cell is, in measured samples; `total` is 0 as long as it is not known."""
+
+    worker: str
+    cell: str
+    samples: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How far the cells of a grid on several workers are. Failed ones have ended, too."""
+
+    cells: int
+    ended: int
+    failed: int
+    working: Sequence[Working]
 
 
 class Listener:
@@ -22,6 +43,9 @@ class Listener:
 
     def sample(self, samples: Sequence[Sample]) -> None:
         """The rows of one call were finished and are on the disk."""
+
+    def grid(self, grid: Grid) -> None:
+        """Something has changed in a grid that runs on several workers."""
 
     def end(self) -> None:
         """Measuring is over, or was interrupted."""

@@ -15,8 +15,7 @@ import numpy as np
 
 from . import metrics
 from .metrics import Drafting
-from .plan import BASELINE
-from .records import Sample
+from .records import BASELINE, Sample
 from .statistics import LEAST_PROMPTS, student_quantile
 
 Prompt = tuple[str, str]

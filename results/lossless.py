@@ -9,8 +9,8 @@ else is a real difference.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .records import Sample
@@ -42,6 +42,8 @@ class Divergence:
 
 # (sample of the baseline, index, token of the baseline, token of the arm) -> Divergence
 Judge = Callable[[Sample, int, int, int], Divergence]
+# ids -> the ids of their text tokenised again
+Reread = Callable[[Sequence[int]], list[int]]
 
 
 def first_difference(one: list[int], other: list[int]) -> int | None:
@@ -52,10 +54,20 @@ def first_difference(one: list[int], other: list[int]) -> int | None:
     return None if len(one) == len(other) else min(len(one), len(other))
 
 
-def report(samples: Iterable[Sample], baseline: str, arms: Iterable[str], judge: Judge) -> dict[str, Any]:
+def report(
+    samples: Iterable[Sample],
+    baseline: str,
+    arms: Iterable[str],
+    judge: Judge,
+    as_text: Mapping[str, Reread] | None = None,
+) -> dict[str, Any]:
     """Per task and arm: how many outputs are exact, near-ties, really different, and where each first parts.
 
     Repeats of one prompt count once each; failed samples on either side are not compared.
+
+    Args:
+        as_text: arms of which only the text is known, tokenised again; the baseline's answers are compared with theirs
+            in the same form.
     """
     measured = [sample for sample in samples if sample.kind == "measure" and sample.ok]
     base = {(s.task, s.prompt_id, s.prompt_hash, s.turn, s.repeat): s for s in measured if s.arm == baseline}
@@ -73,6 +85,9 @@ def report(samples: Iterable[Sample], baseline: str, arms: Iterable[str], judge:
                 arm, {"exact": 0, "near_tie": 0, "different": 0, "compared": 0, "first": []}
             )
             counts["compared"] += 1
+            if as_text and arm in as_text:
+                reference = replace(reference, token_ids=as_text[arm](reference.token_ids))
+                counts["text_only"] = True
             _count(counts, reference, sample, judge)
     return result
 

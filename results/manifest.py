@@ -14,10 +14,11 @@ from .. import __version__
 from ..errors import RunFolderError
 from ..hardware import environment
 from ..models.base import CachedModel
+from ..models.endpoint import Server
 from ..strategies.base import Strategy
-from .plan import BASELINE, to_json
+from .plan import to_json
 from .prepare import Prepared
-from .records import dumps
+from .records import BASELINE, dumps
 
 # Settings that change a number; `compare` refuses to mix runs that differ in one of them.
 _SETTINGS = (
@@ -32,6 +33,7 @@ def now() -> str:
 
 def redact(word: str) -> str:
     """A word of the command line without what looks like a token or a key."""
+    word = re.sub(r"://[^/\s@]+@", "://[redacted]@", word)  # user and password of an address
     word = re.sub(r"\bhf_\w{6,}", "hf_[redacted]", word)
     return re.sub(r"(?i)\b((?:api[-_]?)?(?:key|token|secret|password))=\S+", r"\1=[redacted]", word)
 
@@ -56,6 +58,7 @@ def new_manifest(prepared: Prepared, argv: Sequence[str]) -> dict[str, Any]:
             "dtype": prepared.dtype,
             "runtime": plan.runtime,
             "threads": prepared.checked.placement.threads,
+            "tp": plan.tp,
             "batch_prompts": plan.prompts_per_call if plan.batch > 1 else None,
             "templates": sorted({turn.template for turn in prepared.first_turns}),
         },
@@ -124,10 +127,14 @@ def describe_arm(
     """An arm as it really runs, once its models are loaded."""
     placement, roles = prepared.checked.placement, {}
     for role, model in models.items():
+        if isinstance(model, Server):
+            roles[role] = model.record()
+            continue
         device = placement.of(role)
         roles[role] = {
             "model": prepared.infos[role].name,
             "device": str(device),
+            "devices": [str(each) for each in placement.all_of(role)],
             "threads": placement.threads_of(role) if device.kind == "cpu" else None,
             "dtype": model.dtype,
             "runtime": model.runtime,
@@ -144,5 +151,6 @@ def _facts(strategy: type[Strategy]) -> dict[str, Any]:
         "lossless": strategy.lossless,
         "engine": strategy.engine,
         "reports_drafts": strategy.reports_drafts,
+        "sends_text": strategy.sends_text,
         "continuous": strategy.continuous,
     }

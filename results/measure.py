@@ -15,7 +15,9 @@ from typing import Any
 from ..errors import StrategyError
 from ..hardware.clock import Clock
 from ..strategies.base import Request, Step, Strategy
+from ..strategies.pieces import Piece
 from ..strategies.sampling import Sampling
+from . import transcripts
 
 _STOP_WINDOW = 64  # tokens before the new ones that a stop string may have begun in
 
@@ -73,6 +75,7 @@ class Outcome:
         ttft_ns, e2e_ns: from then to its first and its last token; the first numbers of `steps` count from then, too.
         drain_ns: how long the devices worked on after the call; None where it broke off.
         call_ns, call_tokens: of the whole call: the time to its last token, and how many tokens all its rows made.
+        texts: of an engine that sends text, what each of the `steps` brought; `transcripts` makes ids of them later.
     """
 
     start_ns: int = 0
@@ -88,10 +91,13 @@ class Outcome:
     facts: dict[str, Any] = field(default_factory=dict)
     call_ns: int = 0
     call_tokens: int = 0
+    texts: list[str] = field(default_factory=list)
     error: str | None = None
 
     def take(self, step: Step, at_ns: int, ending: Ending, limit: int) -> bool:
         """Adds a step that came `at_ns` after the request was admitted; True when it is finished by it."""
+        if isinstance(step, Piece):
+            return self._hear(step, at_ns)
         before = len(self.token_ids)
         self.token_ids.extend(step.tokens)
         end = ending.find(self.token_ids, len(step.tokens), limit)
@@ -110,6 +116,16 @@ class Outcome:
             self.ttft_ns = at_ns
         self.e2e_ns = at_ns
         return end is not None
+
+    def _hear(self, piece: Piece, at_ns: int) -> bool:
+        """A piece of text, whose tokens are counted later; its engine says when the answer ends."""
+        self.texts.append(piece.text)
+        self.steps.append([at_ns, 0, 0, 0, 0])
+        self.rejected.append([])
+        if self.ttft_ns is None:
+            self.ttft_ns = at_ns
+        self.e2e_ns, self.finish = at_ns, piece.finish
+        return piece.finish is not None
 
 
 class Call:
@@ -184,9 +200,10 @@ class Call:
         finally:
             if was_enabled:
                 gc.enable()
-            for outcome in self.outcomes:
+            self._settle()
+            for outcome, request in zip(self.outcomes, self._asked, strict=True):
                 if outcome.finish is not None:
-                    outcome.start_ns, outcome.facts = self._start_ns, dict(self._strategy.facts)
+                    outcome.start_ns, outcome.facts = self._start_ns, self._strategy.facts_of(request)
                     outcome.call_ns, outcome.call_tokens = self._last_ns, self._tokens
         return self.outcomes
 
@@ -199,10 +216,16 @@ class Call:
                 continue
             number = self._numbers[step.row]
             outcome = self.outcomes[number]
-            at_ns = now - outcome.admitted_ns
-            request.done = outcome.take(step, at_ns, self._endings[number], request.max_new_tokens)
-            self._last_ns = now
-            self._tokens += outcome.steps[-1][1]
+            if isinstance(step, Piece) and step.restarted:
+                self._restart(outcome, now)
+                continue
+            if isinstance(step, Piece) and step.error is not None:
+                self.outcomes[number], request.done = Outcome(error=step.error), True
+            else:
+                at_ns = now - outcome.admitted_ns
+                request.done = outcome.take(step, at_ns, self._endings[number], request.max_new_tokens)
+                self._last_ns = now
+                self._tokens += outcome.steps[-1][1]
             if not request.done:
                 continue
             if self._next < len(self._asked):
@@ -216,6 +239,22 @@ class Call:
         self.outcomes[number].admitted_ns = now
         self._rows[row] = self._asked[number]
         self._next += 1
+
+    def _restart(self, outcome: Outcome, now: int) -> None:
+        """A request is sent once more: what came before is in no time of its own; of a call with others it is part."""
+        if len(self._asked) == 1:
+            self._start_ns += now
+        else:
+            outcome.admitted_ns = now
+
+    def _settle(self) -> None:
+        """Ids for the answers that came as text and are whole."""
+        for number, outcome in enumerate(self.outcomes):
+            if outcome.texts and outcome.finish is not None:
+                limit = self._asked[number].max_new_tokens
+                settled = transcripts.settle(outcome, self._strategy, self._endings[number], limit)
+                self.outcomes[number] = settled
+                self._tokens += len(settled.token_ids)
 
     def _check_end(self) -> None:
         for row, (number, request) in enumerate(zip(self._numbers, self._rows, strict=True)):
@@ -240,6 +279,8 @@ def measure(
 def _check(step: Step, requests: Sequence[Request]) -> None:
     if not 0 <= step.row < len(requests):
         raise StrategyError(f"step for row {step.row} of {len(requests)}")
+    if isinstance(step, Piece):
+        return
     if not step.tokens or not all(type(token) is int for token in step.tokens):
         raise StrategyError(f"step of row {step.row} holds no tokens, or not Python ints: {step.tokens!r}")
     if not 0 <= step.accepted <= step.drafted or step.accepted > len(step.tokens):

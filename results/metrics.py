@@ -538,18 +538,22 @@ def predicted_speedup(tokens_per_step: float | None, split: TimeSplit | None, pl
 
 
 def devices(arm: dict[str, Any]) -> list[str]:
-    """The distinct devices of an arm's roles, the target's first. Two core sets of one CPU are two devices."""
-    return list(dict.fromkeys(str(role["device"]) for role in _roles(arm) if role.get("device")))
+    """The distinct devices of an arm's roles, the target's first, of a target over several ranks all of them. Two core
+    sets of one CPU are two devices."""
+    return list(dict.fromkeys(device for role in _roles(arm) for device in _devices_of(role)))
 
 
 def threads(arm: dict[str, Any]) -> int | None:
     """CPU threads of an arm: roles on one device take turns (the most of them), devices work at once (the sum)."""
     by_device: dict[str, int] = {}
     for role in _roles(arm):
-        if role.get("threads"):
-            device = str(role.get("device"))
+        for device in _devices_of(role) if role.get("threads") else ():
             by_device[device] = max(by_device.get(device, 0), int(role["threads"]))
     return sum(by_device.values()) or None
+
+
+def _devices_of(role: dict[str, Any]) -> list[str]:
+    return [str(device) for device in role.get("devices") or filter(None, [role.get("device")])]
 
 
 def _roles(arm: dict[str, Any]) -> list[dict[str, Any]]:

@@ -21,8 +21,9 @@ from ..strategies.base import Strategy
 from ..strategies.sampling import Sampling
 from ..tasks import registry as tasks
 from ..tasks.base import Task
+from . import servers
+from .records import BASELINE
 
-BASELINE = "autoregressive"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 RUNTIMES = ("auto", "packed", "transformers")
 QUANTS = (None, "int8", "int4")
@@ -64,6 +65,7 @@ class Plan:
     exact: bool = False
     place: str = "target=cpu"
     threads: int | None = None
+    tp: int = 1
     batch: int = 1
     batch_prompts: int | None = None
     repeats: int = 1
@@ -77,7 +79,7 @@ class Plan:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("batch", 1), ("repeats", 1), ("warmup", 0), ("trace", 0)):
+        for name, least in (("batch", 1), ("repeats", 1), ("tp", 1), ("warmup", 0), ("trace", 0)):
             if getattr(self, name) < least:
                 raise UsageError(f"--{name} {getattr(self, name)}: at least {least}")
         for name in ("limit", "max_new_tokens", "draft_length", "threads", "batch_prompts"):
@@ -103,6 +105,10 @@ class Plan:
         ):
             if asked and self.runtime == "transformers":
                 raise UsageError(f"--{flag}: needs the packed runtime, not --runtime transformers")
+            if asked and flag != "draft-quant" and self.tp > 1:
+                raise UsageError(f"--{flag}: needs the packed runtime, and --tp {self.tp} the transformers one")
+        if self.tp > 1 and self.runtime == "packed":
+            raise UsageError(f"--tp {self.tp}: runs in the transformers runtime; leave --runtime packed out")
         if not self.task:
             raise UsageError("no task; name one with --task. See: specbench list tasks")
         if self.resume and self.overwrite:
@@ -132,6 +138,10 @@ class Plan:
     def draft_options(self, role: str) -> DraftOptions:
         """What `--option draft.key=value` (of a second draft `draft2.key=value`) asks of a draft. Raises UsageError."""
         return build(DraftOptions, self.options.get(role, {}), f'model "{role}"')
+
+    def runtime_of(self, role: str) -> str:
+        """The runtime that is asked of a role: a target over several ranks has only one."""
+        return "transformers" if role == "target" and self.tp > 1 else self.runtime
 
     def sampling(self, eos: tuple[int, ...] = ()) -> Sampling:
         return Sampling(
@@ -169,6 +179,7 @@ def resolve(flags: Mapping[str, Any], config: Mapping[str, Any] | None = None, w
         values[name] = value
     options = _merge_options(values.pop("options", {}), flags.get("options", {}), where)
     given = {**values, **{key: value for key, value in flags.items() if key != "options"}}
+    given, options = servers.expand(given, options)
     return dataclasses.replace(build(Plan, given, where), options=options)
 
 
@@ -252,6 +263,7 @@ def check(plan: Plan) -> Checked:
         raise UsageError("--exact: bits are kept in bfloat16 on CPU, without it; in float32 tokens are, but not bits")
     if plan.require_lossless:
         _check_comparable(plan, arms)
+    servers.check(plan, arms)
     checked = Checked(plan, arms, tuple((name, _task(plan, name)) for name in plan.task), placement, notes)
     _check_roles(checked)
     _check_devices(checked)
@@ -266,7 +278,8 @@ def _place(plan: Plan, arms: tuple[Arm, ...]) -> tuple[Placement, tuple[str, ...
     Without a word about it, a run with a strategy whose two models work at the same time gets half of the cores for
     each of them, in all of its arms.
     """
-    placement, notes = parse_placement(plan.place, plan.threads), []
+    place = plan.place
+    placement, notes = parse_placement(place, plan.threads), []
     target, draft = placement.of("target"), placement.of("draft")
     apart = [arm.name for arm in arms if arm.strategy.apart]
     if apart and target == draft and target.kind == "cpu":
@@ -276,7 +289,8 @@ def _place(plan: Plan, arms: tuple[Arm, ...]) -> tuple[Placement, tuple[str, ...
                 f"--place {plan.place}: {', '.join(apart)} runs both models at the same time, and they need cores of "
                 f"their own, as in --place {halves}"
             )
-        placement = parse_placement(halves, plan.threads)
+        place = halves
+        placement = parse_placement(place, plan.threads)
         target, draft = placement.of("target"), placement.of("draft")
         alone = ", ".join(arm.name for arm in arms if "draft" not in arm.strategy.roles)
         notes.append(
@@ -285,6 +299,8 @@ def _place(plan: Plan, arms: tuple[Arm, ...]) -> tuple[Placement, tuple[str, ...
         )
     if target != draft and target.kind == draft.kind == "cpu" and share_a_core(target.cores, draft.cores):
         notes.append(f"{target} and {draft} are threads of the same physical core and slow each other down")
+    if plan.tp > 1:
+        placement = parse_placement(place, plan.threads, plan.tp)
     return placement, tuple(notes)
 
 
@@ -358,8 +374,13 @@ def _check_roles(checked: Checked) -> None:
     for arm in checked.arms:
         if "draft" in arm.strategy.roles and not plan.draft:
             raise UsageError(f"{arm.name}: needs a draft model; name one with --draft. See: specbench list models")
-        if arm.strategy.needs_packed and plan.runtime == "transformers":
-            raise UsageError(f"{arm.name}: needs the packed runtime, not --runtime transformers")
+        if arm.strategy.needs_packed and plan.runtime_of("target") == "transformers":
+            asked = f"--tp {plan.tp}" if plan.tp > 1 else "--runtime transformers"
+            raise UsageError(f"{arm.name}: needs the packed runtime, not {asked}")
+        if arm.engine != "specbench" and plan.tp > 1:
+            raise UsageError(
+                f"{arm.name}: runs {arm.engine}' own loop, in one process; leave it out, or leave --tp {plan.tp} out"
+            )
         if arm.strategy.needs_packed and checked.placement.of("target").kind != "cpu":
             raise UsageError(f"{arm.name}: is built for CPU only; use --place target=cpu")
     for role in plan.drafts:
@@ -373,7 +394,8 @@ def _check_roles(checked: Checked) -> None:
     if plan.draft_quant and not plan.draft:
         raise UsageError(f"--draft-quant {plan.draft_quant}: there is no draft model; name one with --draft")
     for arm in checked.arms:
-        if arm.engine != "specbench" and (plan.target_quant or plan.draft_quant or plan.options.keys() & plan.drafts):
+        changed = plan.target_quant or plan.draft_quant or plan.options.keys() & plan.drafts
+        if arm.engine == "transformers" and changed:
             raise UsageError(
                 f"{arm.name}: runs {arm.engine}' own models, which --target-quant, --draft-quant and --option draft.… "
                 "do not touch"

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from ..errors import MeasurementError, ModelError, UsageError
 from ..models.drafts import describe_draft
 from ..models.info import ModelInfo, describe
-from ..models.load import check_cache, check_pair, check_runtime
+from ..models.load import check_cache, check_pair, check_ranks, check_runtime
 from ..models.specs import parse
 from ..models.tokenizer import TextCodec
 from ..tasks.base import Prompt
+from . import servers
 from .listener import Listener
 from .plan import Checked, Plan
 
@@ -119,6 +120,8 @@ def prepare(checked: Checked, listener: Listener) -> Prepared:
     plan = checked.plan
     for note in checked.notes:
         listener.note(note)
+    for arm in checked.arms:
+        arm.strategy.reach(arm.options)
     specs = {"target": plan.target, **plan.drafts}
     infos = {}
     for role in (role for role in specs if role in checked.roles):
@@ -130,7 +133,10 @@ def prepare(checked: Checked, listener: Listener) -> Prepared:
         else:
             options = plan.draft_options(role)
             infos[role] = describe_draft(spec, infos["target"], role, options, plan.draft_quant, listener.note)
-        check_cache(infos[role])
+        if not servers.only_servers(checked.arms):
+            check_cache(infos[role])
+        if role == "target":
+            check_ranks(infos[role], plan.tp)
     listener.stage("reading tasks")
     codec = infos["target"].codec
     target = infos["target"]
@@ -145,9 +151,10 @@ def prepare(checked: Checked, listener: Listener) -> Prepared:
     prepared = Prepared(checked, infos, codec, vocab_size, prompts, turns, _dtype(plan, checked))
     for draft in (info for role, info in infos.items() if role != "target"):
         prepared.vocab_size = min(prepared.vocab_size, check_pair(target, draft, prepared.needed_tokens))
-    for role, info in infos.items():
+    for role, info in infos.items() if not servers.only_servers(checked.arms) else ():
         device = checked.placement.of(role).torch_name
-        packed = check_runtime(info, device, prepared.dtype, plan.runtime, prepared.quant(role), plan.exact)
+        asked = plan.runtime_of(role)
+        packed = check_runtime(info, device, prepared.dtype, asked, prepared.quant(role), plan.exact)
         prepared.runtimes[role] = "packed" if packed else "transformers"
     for arm in checked.arms:
         if arm.strategy.needs_packed and prepared.runtimes["target"] != "packed":

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ..models.cost_curve import CostCurve
-from .plan import BASELINE
 from .prediction import PAYS
+from .records import BASELINE
 from .tables import digits
 
 _KINDS = {"read": "reading memory", "cache": "reading a cache", "matrix": "multiplying"}

@@ -43,6 +43,7 @@ except ImportError:  # not on Windows
 
 from ..errors import RunFolderError
 
+BASELINE = "autoregressive"  # the arm that all others of a run are compared with
 SCHEMA = 1
 MANIFEST = "manifest.json"
 SAMPLES = "samples.jsonl"

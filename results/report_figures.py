@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from . import metrics, plots, statistics
+from . import metrics, plots, served, statistics
 from .metrics import prompt_forwards
 from .plots import BarGroup, BarRow, Curve, Lane, Panel, Plot, Spread, Stack, Track
 from .records import Sample
@@ -282,8 +282,8 @@ def tokens_by_place(samples: Sequence[Sample], width: int) -> list[Place]:
 
 
 def over_output(run: Run, task: str) -> Figure | None:
-    """Tokens per step over the output position."""
-    arms = [row.arm for row in run.rows(task)[:MOST_ARMS]]
+    """Tokens per step over the output position; a server tells of no steps."""
+    arms = [row.arm for row in run.rows(task)[:MOST_ARMS] if not served.is_served(run.arm(row.arm))]
     longest = max((len(one.token_ids) for arm in arms for one in run.measured(task, arm)), default=0)
     width = max(1, math.ceil(longest / PLACES))
     series, values, words = [], [], []

@@ -28,17 +28,17 @@ from ..hardware.clock import Clock, Drain, drain_for
 from ..models.base import CachedModel
 from ..models.info import ModelInfo
 from ..models.load import load
-from ..models.remote import ModelWorker, RemoteModel, load_remote, peak_memory_bytes, reset_peak_memory
+from ..models.remote import ModelWorker, load_remote, peak_memory_bytes, reset_peak_memory
 from ..strategies.base import Request, Row, Strategy
 from ..strategies.verify import Verifier
 from ..tasks import warmup
-from . import lossless
+from . import drafts, lossless
 from .listener import Listener
 from .manifest import check_same_work, describe_arm, different_environment, new_manifest, now
 from .measure import Call, Ending, Outcome, measure
-from .plan import BASELINE, Arm, Plan, check, to_json
+from .plan import Arm, Plan, check, to_json
 from .prepare import Prepared, Turn, prepare
-from .records import SAMPLES, RunFolder, Sample, SampleWriter
+from .records import BASELINE, SAMPLES, RunFolder, Sample, SampleWriter
 from .summary import Summary, summarise
 from .tables import EXPORTS, write_exports
 
@@ -224,7 +224,7 @@ class _Run:
                 self.listener.end()
                 if self.writer is None or not self.done:
                     raise
-                with contextlib.suppress(MeasurementError):
+                with contextlib.suppress(MeasurementError, WorkerError):  # the target may be what is gone
                     self._finish(interrupted=True)
                 way_out = f"the run ends here; go on with --resume --out {self.folder.path}"
                 raise WorkerError(f"{error}; {way_out}") from error
@@ -299,10 +299,12 @@ class _Run:
         if self.arms:
             if self._comparable():
                 self.listener.stage("comparing outputs")
-                names = [arm.name for arm in self.arms if arm.strategy.lossless]
+                arms = {arm.name: arm.strategy for arm in self.arms if arm.strategy.lossless}
+                as_text = {name: strategy.reread for name, strategy in arms.items() if strategy.sends_text}
+                names = [name for name in arms if name not in as_text or self.sampling.greedy]
                 self.turns = self._turns_by_hash()
                 known = [sample for sample in samples if sample.prompt_hash in self.turns]
-                found = lossless.report(known, self.reference, names, self._judge)
+                found = lossless.report(known, self.reference, names, self._judge, as_text)
                 self.manifest["lossless"], self.manifest["lossless_reference"] = found, self.reference
             peaks = self.manifest["peak_memory_bytes"]
             for arm in self.arms:
@@ -347,7 +349,6 @@ class _Run:
         # What is loaded by now stays; a collection before each sample need not look at it again.
         gc.collect()
         gc.freeze()
-        self.manifest["arms"] = [describe_arm(self.prepared, arm.name, arm.strategy, arm.models) for arm in self.arms]
         self.manifest["environment"] |= environment.torch_environment()
         self.manifest["settings"]["runtime"] = self.models["target", self.arms[0].engine].runtime
         for model in self.models.values():
@@ -355,6 +356,8 @@ class _Run:
         for arm in self.arms:
             self.listener.stage(f"preparing {arm.name}")
             arm.strategy.prepare(self.plan.batch, self.prepared.needed_tokens)
+            arm.strategy.practise(drafts.questions(self.prepared.infos["target"]))
+        self.manifest["arms"] = [describe_arm(self.prepared, arm.name, arm.strategy, arm.models) for arm in self.arms]
 
     def _at_hand(self, role: str, arm: Arm) -> bool:
         """Whether there is a model for a role that a strategy can do without; a peer cannot take a quantised one, nor
@@ -367,7 +370,12 @@ class _Run:
         """The model of a role; a peer's engine takes the transformers runtime whatever ours uses. One in a worker is
         another one than that of the same role in this process."""
         placement, apart = self.prepared.checked.placement, self.prepared.checked.in_worker(arm, role)
+        ranks = placement.ranks if role == "target" else ()
         engine = "worker" if apart else arm.engine
+        if role == "target" and (role, engine) not in self.models:
+            own = arm.strategy.model_of_its_own(self.prepared.infos[role], arm.options)
+            if own is not None:
+                self.models[role, engine] = own
         if engine == "transformers":
             ours = self.models.get((role, "specbench"))
             if ours is not None and ours.runtime == "transformers":
@@ -375,16 +383,18 @@ class _Run:
         if (role, engine) not in self.models:
             info, start = self.prepared.infos[role], self.clock.now()
             whose = {"transformers": " for transformers", "worker": f" in a worker on {placement.of(role)}"}
-            self.listener.stage(f"loading {role} {info.name}{whose.get(engine, '')}")
+            shared = f" on {len(ranks)} ranks" if ranks else ""
+            self.listener.stage(f"loading {role} {info.name}{whose.get(engine, shared)}")
             self.models[role, engine] = self.source.load(
                 info,
                 apart=(placement.of(role), placement.threads_of(role)) if apart else None,
                 device=placement.of(role).torch_name,
                 dtype=self.prepared.dtype,
-                runtime="transformers" if engine == "transformers" else self.plan.runtime,
+                runtime="transformers" if engine == "transformers" else self.plan.runtime_of(role),
                 vocab_size=self.prepared.vocab_size,
                 quant=self.prepared.quant(role),
                 exact=self.plan.exact and engine != "transformers",
+                **({"ranks": ranks} if ranks else {}),
             )
             self.manifest["load_ns"].append([role, engine, self.clock.now() - start])
         return self.models[role, engine]
@@ -464,7 +474,7 @@ class _Run:
             sample.error = turn.error
             sample.batch_rows = min(self.plan.batch, len(running))
         ran = [sample for sample in samples if sample.ok]
-        requests = [Request(turn.key, turn.ids, turn.max_new_tokens) for turn in running]
+        requests = [Request(turn.key, turn.ids, turn.max_new_tokens, stop=self._stops(turn)) for turn in running]
         endings = [self._ending(turn) for turn in running]
         call = Call(arm.strategy, requests, self.sampling, endings, self.clock, self.drain, self.plan.batch)
         try:
@@ -518,7 +528,10 @@ class _Run:
         )
 
     def _ending(self, turn: Turn) -> Ending:
-        return Ending(self.eos, (*self.plan.stop, *turn.prompt.stop), self.prepared.codec.decode)
+        return Ending(self.eos, self._stops(turn), self.prepared.codec.decode)
+
+    def _stops(self, turn: Turn) -> tuple[str, ...]:
+        return (*self.plan.stop, *turn.prompt.stop)
 
     # After the measured samples
 
@@ -577,9 +590,9 @@ class _Run:
         return lossless.Divergence(index, top_gap if math.isfinite(top_gap) else None, max(distances), tolerance)
 
 
-def _workers(models: Iterable[CachedModel]) -> list[ModelWorker]:
-    """The worker processes that some of the models live in."""
-    return list(dict.fromkeys(model.worker for model in models if isinstance(model, RemoteModel)))
+def _workers(models: Iterable[CachedModel]) -> list[Any]:
+    """The other processes that some of the models live in: a `ModelWorker`, or the `Ranks` of a target."""
+    return list(dict.fromkeys(model.worker for model in models if model.worker is not None))
 
 
 def _peak_memory_bytes(arm: _Arm) -> int | None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import RunFolderError, UsageError, unknown
-from . import summary
+from . import served, summary
 from .columns import Columns, Names, read
 from .records import RunFolder
 
@@ -133,6 +133,7 @@ _REFUSED = (
     "max_new_tokens", "ignore_eos", "raw", "batch", "stop", "suppress_tokens", "dtype",
     "target_quant",
 )  # fmt: skip
+_OF_THE_MODEL = ("dtype", "target_quant")  # a server has its own, which nobody knows
 _OF_THE_PLAN = ("stop", "suppress_tokens", "target_quant", "exact", "place")
 _SHOWN_AS_MODEL = ("target", "draft")
 _UNTOLD = ("cpu_flags", "parallel_info", "cores", "memory_bytes", "require_lossless")
@@ -144,6 +145,9 @@ def differences(runs: Sequence[Run]) -> list[Difference]:
     found = _model_differences(runs)
     for name, values in differing_facts([_settings(run) for run in runs]):
         refused = name in _REFUSED and not (greedy and name in _SAMPLING)
+        if name in _OF_THE_MODEL:
+            ours = {value for value, run in zip(values, runs, strict=True) if not served.only_served(run.arms)}
+            refused = refused and len(ours) > 1
         found.append(Difference("setting", name, values, refused))
     found += [
         Difference("environment", name, values) for name, values in differing_facts([_environment(run) for run in runs])

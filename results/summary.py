@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import MeasurementError, RunFolderError
-from . import choices, forecasts, metrics, rounds, statistics
+from . import choices, forecasts, metrics, rounds, served, statistics
 from .metrics import Drafting, TimeSplit
 from .records import SCHEMA, Sample, without_collector
 from .statistics import Caution, Pairing, Speedup
@@ -162,7 +162,8 @@ def summarise(manifest: dict[str, Any], samples: Sequence[Sample]) -> Summary:
             cell = cells.get((task, name))
             if cell is None:
                 continue
-            cautions += statistics.arm_cautions(task, name, cell.measured, cell.failed)
+            found = statistics.arm_cautions(task, name, cell.measured, cell.failed)
+            cautions += served.without_stalls(found) if served.is_served(arm) else found
             if reference and baseline and name != baseline:
                 cell.pairing = statistics.pair(reference.measured + reference.failed, cell.measured + cell.failed)
                 same = _same_tokens(arm, manifest)
@@ -210,15 +211,17 @@ def _notes(
     """What the run had to say, what `auto` chose, and the profile that predictions come from; fills those in."""
     found = list(manifest.get("notes") or [])
     for row in (row for row in rows if row.task != ALL_TASKS):
-        told = (tell(row.task, row.arm, cells[row.task, row.arm].measured) for tell in (choices.told, rounds.told))
+        samples = cells[row.task, row.arm].measured
+        told = (tell(row.task, row.arm, samples) for tell in (choices.told, rounds.told, served.told))
         found += [line for line in told if line]
     kept = forecasts.find(manifest)
     for row in rows if kept else ():
         samples = cells[row.task, row.arm].measured
         if row.baseline or kept is None:
             continue
-        asked = forecasts.asked((sample.levels for sample in samples), len(samples), row.strategy)
         tasks, drafting = {sample.task for sample in samples}, cells[row.task, row.arm].drafting
+        told = ((forecasts.steps_of(sample), sample.levels) for sample in samples)
+        asked = forecasts.asked(row.strategy, drafting, len(samples), told)
         row.profile_decode_speedup = forecasts.speedup(
             kept, arms[row.arm], manifest, drafting, len(samples), asked, tasks
         )
@@ -326,6 +329,8 @@ def _row(task: str, arm: dict[str, Any], cell: _Cell, reference: _Cell | None, m
         "accepted": drafting.accepted,
         "wasted": drafting.wasted,
     }
+    if served.is_served(arm):
+        served.tell_drafting(row, ok)
     if cell.pairing is not None:
         pairing = cell.pairing
         # Arms that ought to emit the same tokens are compared where they did; the others per token.
@@ -422,8 +427,8 @@ def _greedy(manifest: dict[str, Any]) -> bool:
 
 def _same_tokens(arm: dict[str, Any], manifest: dict[str, Any]) -> bool:
     """Whether an arm ought to emit the very tokens of the baseline: lossless, and greedy or with coupled noise, which
-    another engine does not have."""
-    if not arm.get("lossless", True):
+    another engine does not have; of a server only text is known."""
+    if not arm.get("lossless", True) or served.is_served(arm):
         return False
     coupled = (manifest.get("settings") or {}).get("verify", "coupled") == "coupled"
     return _greedy(manifest) or (coupled and arm.get("engine", "specbench") == "specbench")
@@ -440,7 +445,8 @@ def _exactness(task: str, arm: str, manifest: dict[str, Any]) -> dict[str, Any] 
     total: dict[str, Any] = {
         name: sum(one.get(name) or 0 for one in found) for name in ("exact", "near_tie", "different", "compared")
     }
-    return total | {"first": [first for one in found for first in one.get("first") or []]}
+    text_only = {"text_only": True} if any(one.get("text_only") for one in found) else {}
+    return total | text_only | {"first": [first for one in found for first in one.get("first") or []]}
 
 
 def _exactness_cautions(
@@ -515,6 +521,7 @@ def _title(manifest: dict[str, Any], arms: dict[str, dict[str, Any]]) -> list[st
     parts = _known(targets)
     parts += _known(dtypes) if len(dtypes) == 1 else []  # where arms differ in it, it is a column
     parts += _known(runtimes) if len(runtimes) == 1 else []
+    parts += [f"tp {settings['tp']}"] if settings.get("tp", 1) > 1 else []
     parts.append(hardware(environment, arms))
     used = {(" + ".join(metrics.devices(arm)), metrics.threads(arm)) for arm in arms.values()}
     if len(used) == 1:
@@ -527,7 +534,9 @@ def _title(manifest: dict[str, Any], arms: dict[str, dict[str, Any]]) -> list[st
                 drafts[role].append(facts["model"])
     lines = [", ".join(part for part in parts if part)]
     lines += [f"{role}: {', '.join(models)}" for role, models in drafts.items() if models]
+    lines += [served.title(name, arm) for name, arm in arms.items() if served.is_served(arm)]
     peers = [name for name, arm in arms.items() if arm.get("engine", "specbench") != "specbench"]
+    peers = [name for name in peers if not served.is_served(arms[name])]
     lines += [f"{', '.join(peers)}: another library's own decoding loop under the same clock"] if peers else []
     lines.append(_decoding(settings))
     replayed = manifest.get("replayed_answers_of")
@@ -546,6 +555,8 @@ def _known(values: Sequence[Any]) -> list[str]:
 
 def hardware(environment: dict[str, Any], arms: dict[str, dict[str, Any]]) -> str:
     """The GPUs that the arms use by name, else the processor and its cores."""
+    if served.only_served(arms):
+        return served.HARDWARE
     used = {device for arm in arms.values() for device in metrics.devices(arm)}
     names = [gpu.get("name", gpu["device"]) for gpu in environment.get("gpus") or [] if gpu.get("device") in used]
     found = [f"{names.count(name)} x {name}" if names.count(name) > 1 else name for name in dict.fromkeys(names)]

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol, get_type_hints
 
 from .. import __version__
-from ..errors import RunFolderError, SpecbenchError, UsageError, WorkerError, unknown
+from ..errors import PlacementError, RunFolderError, SpecbenchError, UsageError, WorkerError, unknown
 from ..models.base import CachedModel
 from ..models.info import ModelInfo
 from ..options import convert
@@ -30,14 +30,14 @@ from ..strategies import registry as strategies
 from . import run as runs
 from .listener import Listener
 from .manifest import now, redact
-from .plan import BASELINE, Plan, check, to_json
-from .records import RunFolder, dumps, write_atomically
+from .plan import Plan, check, to_json
+from .records import BASELINE, RunFolder, dumps, write_atomically
 from .runs import SWEEP
 
 SCHEMA = 1
 STATES = ("waiting", "done", "failed", "interrupted")
 _NOT_OF_A_CELL = ("out", "resume", "overwrite")
-_MODEL_AXES = ("target", "draft", "dtype", "runtime", "target_quant", "draft_quant", "exact", "place")
+_MODEL_AXES = ("target", "draft", "dtype", "runtime", "target_quant", "draft_quant", "exact", "place", "tp")
 _NAMES = ("strategy", "task")
 
 
@@ -53,6 +53,8 @@ class Cell:
         state: one of STATES.
         error: one line, where it failed.
         problems: why a run that came to its end exits with 1 all the same.
+        attempts: who ran it, where there are several workers: `worker`, `pid`, `hardware`, `began`, `ended` and `how`:
+            a state, or "lost" with the worker, and then `why`.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Cell:
     state: str = "waiting"
     error: str | None = None
     problems: list[str] = field(default_factory=list)
+    attempts: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def folder(self) -> Path:
@@ -68,8 +71,9 @@ class Cell:
         return self.plan.out
 
     def record(self) -> dict[str, Any]:
-        return {"name": self.name, "settings": self.settings, "state": self.state, "error": self.error,
-                "problems": self.problems}  # fmt: skip
+        found = {"name": self.name, "settings": self.settings, "state": self.state, "error": self.error,
+                 "problems": self.problems}  # fmt: skip
+        return found | ({"attempts": self.attempts} if self.attempts else {})
 
 
 class Executor(Protocol):
@@ -260,8 +264,13 @@ def new_folder() -> Path:
     return next(path for path in itertools.chain([base], numbered) if not path.exists())
 
 
-def prepare(base: Plan, grid: Mapping[str, Sequence[Any]], out: Path, resume: bool = False) -> list[Cell]:
+def prepare(
+    base: Plan, grid: Mapping[str, Sequence[Any]], out: Path, resume: bool = False, elsewhere: bool = False
+) -> list[Cell]:
     """The cells, each checked as far as that goes without a model; done ones are marked.
+
+    Args:
+        elsewhere: other machines run them, and know better than this one which devices there are.
 
     Raises:
         UsageError and its kin: the first thing that is wrong with any cell, or a folder that holds something else.
@@ -277,10 +286,14 @@ def prepare(base: Plan, grid: Mapping[str, Sequence[Any]], out: Path, resume: bo
     for cell in made:
         try:
             check(cell.plan)
+        except PlacementError as error:
+            if not elsewhere:
+                raise type(error)(f"cell {cell.name}: {error}") from None
         except UsageError as error:
             raise type(error)(f"cell {cell.name}: {error}") from None
         if cell.plan.resume:
             manifest = RunFolder(cell.folder).manifest()
+            cell.attempts = list((manifest.get("executor") or {}).get("attempts") or [])
             runs._check_same(manifest.get("plan") or {}, to_json(cell.plan), cell.folder)
             if manifest.get("finished") and not manifest.get("interrupted") and not _failed_before(file, cell.name):
                 cell.state = "done"
@@ -303,8 +316,9 @@ def sweep(
     argv: Sequence[str] = (),
     resume: bool = False,
     executor: Executor | None = None,
+    elsewhere: bool = False,
 ) -> SweepResult:
-    """Runs every cell that is not done yet.
+    """Runs every cell that is not done yet; see `prepare` for `elsewhere`.
 
     Ctrl-C (KeyboardInterrupt) ends the cell that is running as it ends a run, and the sweep with it; a second one
     passes through.
@@ -313,7 +327,9 @@ def sweep(
         UsageError and its kin: before anything was measured or written.
     """
     listener = listener or Listener()
-    made = prepare(base, grid, out, resume)
+    made = prepare(base, grid, out, resume, elsewhere)
+    left = [cell for cell in made if cell.state != "done"]
+    running = (executor or LocalExecutor()).run(left, listener, argv)  # what it refuses, it refuses here
     out.mkdir(parents=True, exist_ok=True)
     facts = {
         "schema": SCHEMA, "specbench": __version__, "argv": [redact(word) for word in argv], "started": now(),
@@ -326,12 +342,11 @@ def sweep(
         write_atomically(out / SWEEP, dumps(document, indent=2) + "\n")
 
     write()
-    left = [cell for cell in made if cell.state != "done"]
     done = len(made) - len(left)
     listener.note(f"{len(made)} cells" + (f", {done} of them done already" if done else ""))
     interrupted = False
     try:
-        for cell in (executor or LocalExecutor()).run(left, listener, argv):
+        for cell in running:
             interrupted = interrupted or cell.state == "interrupted"
             write()
             if cell.error:

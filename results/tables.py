@@ -56,7 +56,7 @@ def interval(speedup: Speedup | None) -> str:
 
 
 def exactness(row: Row) -> str:
-    """`32/32 exact`; `29/32, 3 near-ties`; with real differences on a second line."""
+    """`32/32 exact`; `29/32, 3 near-ties`; with real differences, or `text only` for a server, on a second line."""
     if row.reference:
         return "reference"
     report = row.exactness
@@ -66,11 +66,12 @@ def exactness(row: Row) -> str:
         return "not compared"
     exact, near, different = (report.get(name) or 0 for name in ("exact", "near_tie", "different"))
     counts = f"{exact}/{report['compared']}"
+    text = [",\ntext only"] if report.get("text_only") else []
     if not near and not different:
-        return f"{counts} exact"
+        return "".join([f"{counts} exact", *text])
     parts = [f"{near} near-tie{'' if near == 1 else 's'}"] if near else []
     parts += [f"{different} different"] if different else []
-    return f"{counts}, " + ",\n".join(parts)
+    return "".join([f"{counts}, ", ",\n".join(parts), *text])
 
 
 def _milliseconds(ns: float | None) -> str:

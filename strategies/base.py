@@ -17,6 +17,7 @@ from ..models.base import CachedModel, Ids, TokenBuffer
 if TYPE_CHECKING:
     import torch
 
+    from ..models.info import ModelInfo
     from .sampling import Sampling
 
 
@@ -29,12 +30,14 @@ class Request:
         ids: the prompt's token ids, at least one.
         max_new_tokens: drafting beyond it is wasted work; the receiver enforces it.
         done: set by the receiver; a request that is done gets no more work, and another may take its row.
+        stop: strings that end the answer, for an engine that has to be told; the receiver enforces them.
     """
 
     key: int
     ids: Ids
     max_new_tokens: int
     done: bool = False
+    stop: tuple[str, ...] = ()
 
 
 class Level(NamedTuple):
@@ -187,6 +190,8 @@ class Strategy(ABC):
         engine: `specbench`, or the project whose own loop is driven here as a peer (`transformers`); a peer gets its
             own kind of model in place of a `CachedModel`.
         reports_drafts: False where only the tokens are known and not what was drafted for them.
+        sends_text: True for an engine that sends text and no ids: its steps are `Piece`s, and its ids are those that
+            `read` makes of the whole answer.
         apart: True where draft and target work at the same time, so that the draft has to be in a worker process.
         needs_packed: True where the target has to be in the packed runtime, on CPU.
         continuous: True where it takes up the request that the receiver puts in the place of one that is done, as
@@ -208,6 +213,7 @@ class Strategy(ABC):
     verifications: ClassVar[tuple[str, ...]] = ("coupled", "rejection")
     engine: ClassVar[str] = "specbench"
     reports_drafts: ClassVar[bool] = True
+    sends_text: ClassVar[bool] = False
     apart: ClassVar[bool] = False
     needs_packed: ClassVar[bool] = False
     continuous: ClassVar[bool] = False
@@ -220,6 +226,19 @@ class Strategy(ABC):
             raise UsageError(f"{cls.name}: runs at most {cls.max_batch} row(s) at a time, not --batch {batch}")
         if not sampling.greedy and sampling.verify not in cls.verifications:
             raise UsageError(f"{cls.name}: knows --verify {', '.join(cls.verifications)}, not {sampling.verify}")
+
+    @classmethod  # noqa: B027 - nothing to do for most
+    def reach(cls, options: Any) -> None:
+        """Refuses, before any model is looked up, what is not there to be used: a server. Raises UsageError."""
+
+    @classmethod
+    def model_of_its_own(cls, info: ModelInfo, options: Any) -> CachedModel | None:
+        """The target of a peer that brings it itself, in place of one that is loaded; None for everybody else.
+
+        Args:
+            info: of the run's target, whose tokenizer made the prompts.
+        """
+        return None
 
     def __init__(self, models: Mapping[str, CachedModel], options: Any) -> None:
         self.models = models
@@ -235,6 +254,13 @@ class Strategy(ABC):
             tokens: the longest row that will come, prompt and output.
         """
 
+    def practise(self, texts: Sequence[Ids]) -> None:  # noqa: B027 - nothing to do for most
+        """Called once, after `prepare` and before the warm-up, untimed: the place to find out how well models agree.
+
+        Args:
+            texts: token ids of a few prompts that no task holds.
+        """
+
     @abstractmethod
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Step]:
         """Decodes until every request is done. Rows may take turns in any order; each row's steps come in order.
@@ -242,6 +268,18 @@ class Strategy(ABC):
         While it runs, the receiver may put another request in the place of one that is done, if the strategy is
         `continuous`; between two steps of a row such a strategy looks at `requests` again, as `Batch.next` does.
         """
+
+    def facts_of(self, request: Request) -> dict[str, Any]:
+        """What is stored with the record of a request: `facts`, where they are those of the whole call."""
+        return dict(self.facts)
+
+    def read(self, text: str, finish: str | None) -> list[int]:
+        """The ids of an answer of an engine that `sends_text`, which it ended with `finish` (`eos` is a token, too)."""
+        raise NotImplementedError(f"{self.name}: has ids, and sends no text")
+
+    def reread(self, ids: Ids) -> list[int]:
+        """The ids that `read` would make of the text of these; for comparing answers of ours with those."""
+        return [int(token) for token in ids]
 
     def reset(self) -> None:
         """Forgets everything learned from earlier prompts. Called before every sample."""

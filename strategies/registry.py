@@ -80,6 +80,11 @@ BUILT_IN = {
             ".hf_assisted:HfAssisted",
             "peer row: transformers' own prompt lookup or assisted generation, through the same clock",
         ),
+        Entry(
+            "endpoint",
+            ".endpoint:Endpoint",
+            "peer row: a completions server (vLLM, SGLang, llama.cpp), through the same clock",
+        ),
     )
 }
 

@@ -15,6 +15,7 @@ from synthetic import failed, run, sample
 
 from specbench.cli import progress
 from specbench.results import metrics, statistics
+from specbench.results.listener import Grid, Working
 from specbench.results.live import Running, linear_interval
 
 
@@ -148,3 +149,19 @@ def test_nothing_is_told_before_it_can_be() -> None:
     running = Running()
     running.add([dataclasses.replace(one, arm="other") for one in run(1, arms=("speculative",))])
     assert running.standings()[0].speedup is None
+
+
+def test_a_grid_shows_all_its_cells_and_as_many_workers_as_fit() -> None:
+    table, _ = _terminal(60, 8)
+    working = [Working(f"node{number}/ab12cd", f"speculative_draft-length={number}", 3, 12) for number in range(9)]
+    table.grid(Grid(40, 9, 1, [Working("node0/ab12cd", "lookup", 0, 0)]))
+    assert "loading" in _seen(table, 60, table.started)
+    table.grid(Grid(40, 9, 1, working))
+    text = _seen(table, 60, table.started + 45)
+    table.end()
+    assert "9/40 (1 failed)" in text
+    assert "1:55 left" in text  # 9 cells and 9 quarters in 45 s, 28.75 of 40 left
+    assert "3/12" in text
+    assert "and 4 more" in text
+    assert len(text.splitlines()) <= 8
+    assert table.live is None

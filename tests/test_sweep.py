@@ -363,3 +363,19 @@ def test_few_prompts_do_not_separate(tmp_path: Path) -> None:
 def test_a_plan_that_no_cell_can_keep_is_refused() -> None:
     with pytest.raises(UsageError, match="--draft: no strategy of this sweep uses it"):
         sweep.cells(Plan(**TINY, draft="tiny-draft"), {"strategy": ["lookup"]}, Path("x"))
+
+
+def test_the_best_setting_is_named_for_each_kind_of_hardware(tmp_path: Path) -> None:
+    """Times of two machines are never set against each other: the slower one's best is not the faster one's second."""
+    result = _result(tmp_path, {"2": 12.0, "4": 8.0, "8": 16.0, "16": 10.0})
+    other = {"cpu": "Other CPU", "physical_cores": 2, "gpus": []}
+    for name in ("8", "16"):
+        RunFolder(tmp_path / name).write_manifest(manifest(finished="now", environment=other))
+    summary, found = best.findings(result)
+    assert [(one.cell, one.hardware, one.second) for one in found] == [
+        ("4", "Test CPU (2 cores)", "speculative in 2"),
+        ("16", "Other CPU (2 cores)", "speculative in 8"),
+    ]
+    assert found[1].text.startswith("toy on Other CPU (2 cores): best is speculative in 16, ")
+    assert summary is not None
+    assert [row.run for row in summary.compared] == ["4", "2", "16", "8"]
