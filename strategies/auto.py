@@ -40,10 +40,10 @@ from .auto_rates import Rates
 from .base import Draft, Drafter, Level, Request, Row, Step, Strategy
 from .cascade import STATISTICAL, Settings, cascade_drafter, choose_levels, cost_curves, settle
 from .cascade import Options as CascadeOptions
-from .cascade_schedule import ALPHA, Times
+from .cascade_schedule import Assumed, Times
 from .lookup import LookupDrafter
 from .lookup import Options as LookupOptions
-from .practice import agreement, answers, expected_share, extra_ms
+from .practice import answers, assumed_of, extra_ms
 from .remote import drafter_for
 from .sampling import Sampling
 from .speculative import draft_and_verify, model_drafter
@@ -203,7 +203,7 @@ class Auto(Strategy):
             self.levels = choose_levels(CascadeOptions(), {role: models[role].name for role in self.drafts})
         self.curves: dict[str, CostCurve] = {}
         self.extra_ms: dict[str, float] = {}
-        self.alpha, self.calibration_ms = ALPHA, 0.0
+        self.assumed, self.calibration_ms = Assumed(), 0.0
         self._rates: Rates | None = None
 
     def _at_hand(self, name: str) -> bool:
@@ -228,8 +228,7 @@ class Auto(Strategy):
     def _practise(self, texts: Sequence[Ids]) -> None:
         draft = self.models["draft"]
         given = answers(self.target, texts, min(self.target.context_length, draft.context_length))
-        agreed, seen = agreement(draft, given)
-        self.alpha = expected_share(agreed, seen)
+        self.assumed = assumed_of(self.target, draft, given)
         drafts = [self.models[role] for role in self.drafts]
         for name in WITH_DRAFT if self.curves else ():
             if name in self.names:
@@ -240,7 +239,7 @@ class Auto(Strategy):
         if not self.curves:
             yield from self._unprepared(drafters, requests, sampling)
             return
-        chooser = Chooser(self._rates_now(), self.names, self.alpha, self.options.budget, sampling.eos)
+        chooser = Chooser(self._rates_now(), self.names, self.assumed.alpha, self.options.budget, sampling.eos)
         drafters[LOOKUP] = FromShadow(chooser)
         switching = Switching(chooser, drafters, self.levels, self.curves)
         try:
@@ -274,7 +273,7 @@ class Auto(Strategy):
         if name == SPECULATIVE:
             return drafter_for(self.models, ("draft",), model_drafter, sampling, None)
         options = CascadeOptions(draft_length=self.options.draft_length)
-        settings = Settings(options, self.levels, {}, self.curves, self.alpha)
+        settings = Settings(options, self.levels, {}, self.curves, self.assumed)
         return drafter_for(
             self.models, [role for role in self.levels if role not in STATISTICAL], cascade_drafter, sampling, settings
         )
@@ -297,7 +296,7 @@ class Auto(Strategy):
         for name in (PLAIN, *self.names):
             facts[f"{name}_rounds"] = sum(state.rounds[name] for state in states)
         if self.levels:
-            facts |= {"alpha": round(latest.alpha.value, 4), "alpha_assumed": round(self.alpha, 4)}
+            facts |= {"alpha": round(latest.alpha.value, 4), "alpha_assumed": round(self.assumed.alpha, 4)}
             facts["levels"] = ",".join(self.levels)
             facts |= {f"{name}_extra_ms": round(ms, 4) for name, ms in self.extra_ms.items()}
         return facts

@@ -24,8 +24,8 @@ from ..models.cost_curve import CostCurve
 from ..models.remote import fastest_costs
 from .base import Draft, Drafter, Level, Request, Row, Step, Strategy
 from .cascade_levels import Accounts, CascadeDrafter, Feed, Stages
-from .cascade_schedule import ALPHA, NGRAM, PLAIN, WAYS, Scheduled, Times
-from .practice import agreement, answers, expected_share
+from .cascade_schedule import NGRAM, PLAIN, WAYS, Assumed, Scheduled, Times
+from .practice import answers, assumed_of
 from .proposal import Proposal
 from .remote import drafter_for
 from .sampling import Sampling
@@ -157,14 +157,14 @@ class Settings:
     Attributes:
         levels: roles of the draft models from large to small, then perhaps a statistical level.
         curves: cost of the target and of every draft model by role; empty for fixed lengths.
-        alpha: share of the first draft model's tokens that is right, before anything was seen of a row.
+        assumed: of the first draft model's tokens.
     """
 
     options: Options
     levels: tuple[str, ...]
     bigrams: dict[int, int]
     curves: dict[str, CostCurve]
-    alpha: float = ALPHA
+    assumed: Assumed = Assumed()
 
 
 class TargetDrafter(Drafter):
@@ -231,20 +231,20 @@ def cascade_drafter(models: Mapping[str, CachedModel], sampling: Sampling, setti
         )
         times = reviewer
     target = Times(settings.curves["target"], most)
-    feed = _scheduled(target, level, times, ngram, most, sampling, options, settings.alpha)
+    feed = _scheduled(target, level, times, ngram, most, sampling, options, settings.assumed)
     return TargetDrafter(feed, accounts)
 
 
 def _scheduled(
     times: Times, level: Any, level_times: Any, ngram: Ngram | None, most: int, sampling: Sampling, options: Options,
-    alpha: float = ALPHA,
+    assumed: Assumed = Assumed(),  # noqa: B008 - immutable
 ) -> Scheduled:  # fmt: skip
     how = {
         "probe": options.probe or PROBE,
         "confidence": options.confidence is not False,
         "tail": options.tail is not False,
         "eos": sampling.eos,
-        "alpha": alpha,
+        "assumed": assumed,
     }
     return Scheduled(times, level, level_times, ngram, most, **how)
 
@@ -309,11 +309,11 @@ class Cascade(Strategy):
             self.settings = dataclasses.replace(self.settings, curves=cost_curves(models, rows, tokens))
 
     def practise(self, texts: Sequence[Ids]) -> None:
-        """Measures how often the first choice of the largest draft model is the target's: what `auto` begins with."""
+        """Measures how often the largest draft model's first choice is the target's: what `auto` begins with."""
         if self.auto and self.drafts and texts:
             draft = self.models[self.drafts[0]]
             given = answers(self.target, texts, min(self.target.context_length, draft.context_length))
-            self.settings = dataclasses.replace(self.settings, alpha=expected_share(*agreement(draft, given)))
+            self.settings = dataclasses.replace(self.settings, assumed=assumed_of(self.target, draft, given))
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Step]:
         auto = bool(self.settings.curves)

@@ -15,9 +15,17 @@ from . import noise
 from .base import Draft, Drafter, Level, Row
 from .proposal import NOTHING, Proposal, ahead_of, joined
 from .statistical import Ngram
-from .verify import Verdict, Verifier, lenient_proposal
+from .verify import Verifier, lenient_proposal
 
 CONFIDENCES = (0.3, 0.5, 0.7, 0.85, 0.95, 0.99)  # lower bounds of the upper classes of a drafter's own probability
+
+
+def confidence_classes(logits: torch.Tensor, tokens: Sequence[int]) -> list[int]:
+    """The class of the probability that a model itself gives to each token; logits (at least len(tokens), vocab)."""
+    block = logits[: len(tokens)].float()
+    own = block[range(len(tokens)), list(tokens)]
+    sure = (own - block.logsumexp(dim=-1)).exp().tolist()
+    return [sum(probability >= least for least in CONFIDENCES) for probability in sure]
 
 
 class Accounts:
@@ -132,7 +140,7 @@ class CascadeDrafter(Drafter):
                 None if self.verifier.coupled else self._distributions(row, draft, block, count),
                 (),
                 (self.level,) * count,
-                self._signs(block, verdict) if self.signs else (),
+                confidence_classes(block, verdict.tokens) if self.signs else (),
             )
         return made
 
@@ -168,13 +176,6 @@ class CascadeDrafter(Drafter):
                 q = None if draft.probs is None else draft.probs[i]
                 p[i] = lenient_proposal(p[i], q, token, self.lenience)
         return p
-
-    def _signs(self, logits: torch.Tensor, verdict: Verdict) -> list[int]:
-        """Per token the class of the probability that the model itself gives it."""
-        block = logits[: len(verdict.tokens)].float()
-        own = block[range(len(verdict.tokens)), list(verdict.tokens)]
-        sure = (own - block.logsumexp(dim=-1)).exp().tolist()
-        return [sum(probability >= least for least in CONFIDENCES) for probability in sure]
 
 
 class Stages(Feed):

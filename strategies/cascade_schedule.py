@@ -13,8 +13,8 @@ and whatever the n-gram level can add behind it is taken by the same rule, where
 review: a horizontal cascade. A level that does not pay is thereby bypassed. What the n-gram level would have said is
 compared with what came in every round, so its shares stay current for nothing; the neural level is tried again after
 `probe` rounds without it, if it could pay at all. A draft model that has not read a row yet has to read all of it
-first; that is set against the tokens that the row may still get, after a few rounds have shown how fast the row gets on
-without it: where the text repeats, the n-gram level says so at once.
+first; that is set against the tokens that the row may still get. Where it does not promise to be far better, two rounds
+first show how fast the row gets on without it: where the text repeats, the n-gram level says so at once.
 
 All of this is kept per row and forgotten between prompts. Times are the curves', not those of the moment, so that the
 same tokens always meet the same decisions.
@@ -26,6 +26,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 from ..hardware.cost_model import best_draft_length, expected_tokens
 from ..models.cost_curve import CostCurve
@@ -45,9 +46,22 @@ LEAST = 0.01  # of a one-token forward, what one more token costs at the least
 PAYS_BACK = 32  # tokens over which it pays to read what a level has missed
 TYPICAL_TOKENS = 200.0  # of an answer, whatever its limit: what is counted on of a long one
 PATIENCE = 2  # rounds before a draft model reads a row for the first time
+EAGER = 1.2  # times the best way without it: a draft model that promises more need not wait for that
 LATELY = 0.8  # of the weight of a round in the running speed without a draft model, with every later round
 HOPE = 0.9  # share of right tokens with which a bypassed draft model has to pay to be tried again
 assert len(SURE) == len(CONFIDENCES) + 1
+
+
+class Assumed(NamedTuple):
+    """What is taken for granted of a draft model's tokens before anything was seen of a row.
+
+    Attributes:
+        alpha: share that is right.
+        sure: the same by class of the model's own probability.
+    """
+
+    alpha: float = ALPHA
+    sure: tuple[float, ...] = SURE
 
 
 class Share:
@@ -71,9 +85,9 @@ class Share:
 class _State:
     """What is known of one row."""
 
+    sure: list[Share]
+    alpha: Share
     ngram: dict[int, Share] = field(default_factory=dict)
-    sure: list[Share] = field(default_factory=lambda: [Share(value) for value in SURE])
-    alpha: Share = field(default_factory=lambda: Share(ALPHA))
     rounds: int = 0
     since_neural: int = 0
     said: Proposal = NOTHING  # what the n-gram level said at the row's end in the latest round
@@ -149,7 +163,7 @@ class Scheduled(Feed):
         confidence: whether drafting stops early by how sure the level is of its tokens.
         tail: whether the n-gram level may add to what the neural level drafted.
         eos: ends of text, behind which nothing is drafted.
-        alpha: share of the neural level's tokens that is right, before anything was seen of a row.
+        assumed: of the neural level.
     """
 
     def __init__(
@@ -163,11 +177,11 @@ class Scheduled(Feed):
         confidence: bool = True,
         tail: bool = True,
         eos: Sequence[int] = (),
-        alpha: float = ALPHA,
+        assumed: Assumed = Assumed(),  # noqa: B008 - immutable
     ) -> None:
         self.times, self.level, self.level_times, self.ngram = times, level, level_times, ngram
         self.most, self.probe, self.confidence, self.tail = most, probe, confidence, tail
-        self.eos, self.alpha = frozenset(eos), alpha
+        self.eos, self.assumed = frozenset(eos), assumed
         self.ways: dict[int, int] = {}  # the way that was taken latest, by row
         self._states: dict[int, _State] = {}
 
@@ -260,7 +274,8 @@ class Scheduled(Feed):
         rate = self._after_reading(row, rate, expected_tokens(state.alpha.value, length), rows)
         beaten = best.rate
         if row.index not in self.level.known:
-            beaten = max(beaten, state.without_draft(times[1])) if state.rounds >= PATIENCE else math.inf
+            patient = state.rounds < PATIENCE
+            beaten = EAGER * beaten if patient else max(beaten, state.without_draft(times[1]))
         if length and rate > beaten and rate * times[1] > WORTH:
             return Plan(NEURAL, length, rate)
         if choose and state.since_neural >= self.probe:
@@ -364,5 +379,6 @@ class Scheduled(Feed):
     def _state(self, row: Row) -> _State:
         state = self._states.get(row.index)
         if state is None:
-            state = self._states[row.index] = _State(alpha=Share(self.alpha))
+            state = _State([Share(value) for value in self.assumed.sure], Share(self.assumed.alpha))
+            self._states[row.index] = state
         return state

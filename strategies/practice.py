@@ -1,12 +1,13 @@
 """What a strategy finds out about its models before the first prompt, on texts that no task holds.
 
-How often the draft model's first choice is the target's, on what the target answers to a few questions; and what
+How often the draft model's first choice is the target's, on a few questions and the target's answers; and what
 drafting takes beside the forwards that the cost curves know: for small models that is a good part of a token's time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -14,12 +15,12 @@ import numpy as np
 from ..models.base import CachedModel, Ids
 from ..models.remote import RemoteModel, timed
 from .base import Drafter, Request, Row
-from .cascade_schedule import ALPHA
+from .cascade_levels import confidence_classes
+from .cascade_schedule import ALPHA, SURE, Assumed
 from .sampling import argmax
 
-# Observations that what is assumed of any pair weighs. Texts differ by more than chance (0.57 to 0.95 by task),
-# and early words of an answer repeat its question: four texts tell less than their 48 tokens would.
-ASSUMED = 36.0
+ASSUMED = 8.0  # observations that what is assumed of any pair weighs
+MARGIN = 8  # tokens at both ends of a question that are left out: a template wrote them
 TEXTS, TOKENS = 4, 12  # that are answered, and how far
 _PACE = 2  # tokens that become final per round of the rounds that are timed
 _LIMIT = 4  # draft tokens of such a round
@@ -53,22 +54,36 @@ def answers(target: CachedModel, texts: Sequence[Ids], context_length: int) -> l
     return found
 
 
-def agreement(draft: CachedModel, given: Sequence[Answer]) -> tuple[int, int]:
-    """(how many of the target's tokens are the draft's first choice, of how many). Its cache is empty afterwards."""
-    agreed = seen = 0
+def assumed_of(target: CachedModel, draft: CachedModel, given: Sequence[Answer]) -> Assumed:
+    """How often the draft's first choice is the target's: on the questions, which neither wrote, and on the answers.
+
+    Answers of the target are easier to guess than most of what it will write, questions harder, so both kinds of text
+    count the same, however long they are. A model that is surer is taken to be right at least as often. The caches are
+    empty afterwards.
+    """
+    kinds = {False: [0, 0], True: [0, 0]}  # right, seen; of answers?
+    classes = [[0, 0] for _ in SURE]
     for ids, asked in given:
-        if len(ids) > asked:
-            draft.reset()
-            theirs = argmax(draft.advance([ids[:-1]], len(ids) - asked))
-            agreed += sum(one == two for one, two in zip(theirs, ids[asked:].tolist(), strict=True))
-            seen += len(ids) - asked
+        count = len(ids) - 1
+        if count < 1:
+            continue
+        target.reset()
+        draft.reset()
+        own, logits = argmax(target.advance([ids[:-1]], count)), draft.advance([ids[:-1]], count)
+        theirs = argmax(logits)
+        for at, sign in enumerate(confidence_classes(logits, theirs)):
+            answered = at + 1 >= asked
+            if answered or MARGIN <= at < asked - 1 - MARGIN:
+                for tally in (kinds[answered], classes[sign]):
+                    tally[0] += own[at] == theirs[at]
+                    tally[1] += 1
+    target.reset()
     draft.reset()
-    return agreed, seen
-
-
-def expected_share(agreed: int, seen: int) -> float:
-    """Share of a draft model's tokens that is right, of any text: what was seen, and ALPHA in the weight of ASSUMED."""
-    return (ASSUMED * ALPHA + agreed) / (ASSUMED + seen)
+    shares = [right / seen for right, seen in kinds.values() if seen]
+    weight = len(shares) * kinds[True][1]
+    alpha = (ASSUMED * ALPHA + sum(shares) * kinds[True][1]) / (ASSUMED + weight)
+    sure = [(ASSUMED * usual + right) / (ASSUMED + seen) for usual, (right, seen) in zip(SURE, classes, strict=True)]
+    return Assumed(alpha, tuple(accumulate(sure, max)))
 
 
 def extra_ms(drafter: Drafter, models: Sequence[CachedModel], answer: Answer) -> float:

@@ -291,7 +291,9 @@ def pair():
 def test_tokens_equal_plain_decodings_with_the_draft_in_a_worker(pair, way):
     name, given = WAYS[way]
     found = registry.get(name)
-    strategy = found(pair, build(found.Options, given, name))
+    # A controller would go by what a busy machine measures of models this small, and may never ask for a draft.
+    steady = {} if given.get("faithful") else {"controller": False}
+    strategy = found(pair, build(found.Options, {**given, **steady}, name))
     strategy.prepare(1, 64)
     reference = registry.get("autoregressive")({"target": pair["target"]}, None)
     for sampling in (Sampling(), Sampling(temperature=1.0, seed=2)):

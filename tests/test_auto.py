@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from test_verify import ALPHA, chi_square, exact_distribution
 from toys import TableModel, decode, requests
 
@@ -33,8 +34,8 @@ from specbench.strategies.auto_shadow import Shadow
 from specbench.strategies.autoregressive import Autoregressive
 from specbench.strategies.autoregressive import Options as PlainOptions
 from specbench.strategies.base import Draft, Drafter, Level, Request, Row, Step
-from specbench.strategies.cascade_schedule import Times, tokens_left
-from specbench.strategies.practice import agreement, answers, extra_ms
+from specbench.strategies.cascade_schedule import SURE, Assumed, Times, tokens_left
+from specbench.strategies.practice import answers, assumed_of, extra_ms
 from specbench.strategies.sampling import Sampling
 
 VOCAB = 12
@@ -74,7 +75,7 @@ def make(
     if costs:
         slope = costs.get("slope", 0.05)
         strategy.curves = {"target": curve(costs["target"], slope), "draft": curve(costs["draft"], 0.02)}
-        strategy.alpha = alpha
+        strategy.assumed = Assumed(alpha)
     return strategy
 
 
@@ -394,11 +395,32 @@ def test_agreement_is_the_share_of_the_targets_tokens_that_are_the_drafts_first_
     made = models(twist=0.0)
     given = answers(made["target"], TEXTS, 512)
     assert [answer.asked for answer in given] == [3, 2, 4]
-    assert agreement(made["draft"], given) == (3 * practice.TOKENS, 3 * practice.TOKENS)
-    agreed, seen = agreement(models(twist=50.0)["draft"], given)
-    assert agreed < 0.6 * seen
+    seen = 3 * practice.TOKENS
+    assert assumed_of(made["target"], made["draft"], given).alpha == pytest.approx((8 * 0.75 + seen) / (8 + seen))
+    other = models(twist=50.0)["draft"]
+    assert assumed_of(made["target"], other, given).alpha < 0.6
     assert not made["target"].cache
     assert not made["draft"].cache
+
+
+def test_questions_and_answers_count_the_same_and_what_a_template_wrote_does_not():
+    """A draft that is right on the answers alone: 12 tokens each, against 31 of a question between its margins."""
+
+    class Says(TableModel):
+        def __init__(self, right_from: int) -> None:
+            super().__init__(VOCAB)
+            self.right_from = right_from
+
+        def advance(self, contexts, last=1, rows=None):
+            logits = torch.zeros(last, VOCAB)
+            logits[: self.right_from, 2] = logits[self.right_from :, 1] = 2.0
+            return logits
+
+    given = [practice.Answer(np.arange(60), 48)] * 4
+    found = assumed_of(Says(0), Says(47), given)
+    assert found.alpha == pytest.approx((8 * 0.75 + 48 * (0 + 1)) / (8 + 2 * 48))
+    # All of them at a probability of 0.40: right in 48 of 172 cases, but no less than what is less sure.
+    assert found.sure == pytest.approx((0.35, 0.35, *SURE[2:]))
 
 
 def test_answers_are_the_targets_own_greedy_ones_and_fit_a_short_context():
@@ -440,20 +462,20 @@ def test_preparing_measures_costs_and_agreement_and_says_how_long_it_took():
     strategy = Auto(models(twist=0.0), Options())
     strategy.prepare(2, 64)
     assert set(strategy.curves) == {"target", "draft"}
-    assert strategy.alpha == 0.75  # of any pair, until it has practised
+    assert strategy.assumed.alpha == 0.75  # of any pair, until it has practised
     costs_ms = strategy.calibration_ms
     strategy.practise(TEXTS)
     seen = len(TEXTS) * practice.TOKENS
-    assert strategy.alpha == pytest.approx((36 * 0.75 + seen) / (36 + seen))
+    assert strategy.assumed.alpha == pytest.approx((8 * 0.75 + seen) / (8 + seen))
     assert set(strategy.extra_ms) == {CASCADE, SPECULATIVE}
     asked = requests(3, VOCAB, limit=24, seed=11)
     assert decode(strategy, asked, Sampling()) == plain(asked, Sampling())
     assert strategy.facts["calibration_ms"] > costs_ms > 0
-    assert strategy.facts["alpha_assumed"] == round(strategy.alpha, 4)
+    assert strategy.facts["alpha_assumed"] == round(strategy.assumed.alpha, 4)
 
 
 def test_a_draft_that_is_not_among_the_candidates_is_not_measured(monkeypatch):
-    monkeypatch.setattr(auto, "agreement", lambda draft, given: pytest.fail("it was"))
+    monkeypatch.setattr(auto, "assumed_of", lambda *models: pytest.fail("it was"))
     strategy = Auto(models(), build(Options, {"candidates": "autoregressive,lookup"}, "auto"))
     strategy.prepare(1, 64)
     strategy.practise(TEXTS)

@@ -378,6 +378,24 @@ def test_a_draft_model_that_missed_a_copied_passage_reads_it_and_drafts_again():
     assert way(-3000) == schedule.PLAIN  # more than the next tokens can pay for
 
 
+def test_a_prompt_is_read_at_once_for_a_draft_model_that_promises_much_and_else_two_rounds_later():
+    """Two plain rounds cost a tenth of the time of a short answer; but where the text repeats, so does the reading."""
+    counts = (1, 2, 4, 8, 16, 32)
+    costs = [np.array([ms * (1 + 0.04 * (count - 1)) for count in counts]).reshape(-1, 1, 1) for ms in (34, 13)]
+    target, draft = (schedule.Times(CostCurve(counts, (1,), (1,), values), 8) for values in costs)
+    row = Row(0, Request(1, [1] * 60, 200))
+    ways = {}
+    for alpha in (0.65, 0.97):
+        level = SimpleNamespace(known={}, inner=None, level=0)
+        assumed = schedule.Assumed(alpha)
+        feed = schedule.Scheduled(target, level, draft, None, 8, assumed=assumed)  # type: ignore[arg-type]
+        for rounds in range(4):
+            feed._state(row).rounds = rounds
+            ways[alpha, rounds] = feed.plan(row, 8, 1).way
+    assert [ways[0.65, rounds] for rounds in range(4)] == [schedule.PLAIN] * 2 + [schedule.NEURAL] * 2
+    assert [ways[0.97, rounds] for rounds in range(4)] == [schedule.NEURAL] * 4
+
+
 def test_a_draft_model_that_is_always_wrong_is_dropped_and_tried_again_now_and_then():
     strategy = loop({"target": 10.0, "draft": 2.0}, wrong=True, given={"levels": "draft", "probe": 10})
     run(strategy, looping(120))
@@ -553,11 +571,12 @@ def test_what_auto_assumes_of_a_draft_model_is_measured_on_texts_of_no_task(seed
     both = {"target": TableModel(VOCAB, seed=1), "draft": TableModel(VOCAB, seed=seed)}
     strategy = Cascade(both, Options())
     strategy.practise([[1, 2, 3], [4, 5], [6], [7, 8, 9, 1]])
-    assert least < strategy.settings.alpha < most
+    assert least < strategy.settings.assumed.alpha < most
+    assert list(strategy.settings.assumed.sure) == sorted(strategy.settings.assumed.sure)
     assert all(not model.cache for model in both.values())
     fixed = Cascade(both, Options(schedule="static"))
     fixed.practise([[1, 2, 3]])
-    assert fixed.settings.alpha == schedule.ALPHA
+    assert fixed.settings.assumed == schedule.Assumed()
 
 
 def test_bigrams_are_read_and_refused_in_one_line(tmp_path):
