@@ -296,10 +296,13 @@ def test_tokens_equal_plain_decodings_with_the_draft_in_a_worker(pair, way):
     strategy = found(pair, build(found.Options, {**given, **steady}, name))
     strategy.prepare(1, 64)
     reference = registry.get("autoregressive")({"target": pair["target"]}, None)
+    posted = 0  # by all: where others keep the cores busy, a worker may miss a whole text of a target as fast as this
     for sampling in (Sampling(), Sampling(temperature=1.0, seed=2)):
-        asked = [Request(key, [50 + key, 60, 70], 24) for key in range(4)]
-        assert decode(strategy, asked, sampling) == decode(reference, asked, sampling)
-    assert strategy.facts["drafts_posted"] > 0
+        for key in range(6):
+            asked = [Request(key, [50 + key, 60, 70], 40)]
+            assert decode(strategy, asked, sampling) == decode(reference, asked, sampling)
+            posted += strategy.facts["drafts_posted"]
+    assert posted > 0
 
 
 def test_a_killed_worker_is_an_error_that_names_the_role_at_once():
