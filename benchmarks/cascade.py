@@ -29,11 +29,9 @@ from specbench.hardware.environment import environment
 from specbench.models.cost_curve import CostCurve
 from specbench.options import build
 from specbench.results import drafts, metrics, statistics
-from specbench.results.records import Sample
+from specbench.results.records import BASELINE, Sample
 from specbench.strategies import registry
 from specbench.strategies.cascade import cost_curves
-
-BASELINE = "autoregressive"
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

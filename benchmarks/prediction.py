@@ -46,14 +46,14 @@ from specbench.hardware.environment import environment
 from specbench.models.base import CachedModel
 from specbench.options import build
 from specbench.results import drafts, metrics, statistics
-from specbench.results.forecasts import asked, level_roles, steps_of
+from specbench.results.forecasts import replayed
 from specbench.results.plots import require_matplotlib
-from specbench.results.prediction import Prices, Work, replay
+from specbench.results.prediction import Prices
 from specbench.results.prepare import Prepared
-from specbench.results.records import Sample, write_atomically
+from specbench.results.records import BASELINE, Sample, write_atomically
 from specbench.strategies import registry
 
-BASELINE, AUTO = "autoregressive", "auto"
+AUTO = "auto"
 TOGETHER = 4  # prompts between two measurements of the cost curves
 SETTINGS = ("target", "draft", "dtype", "lengths", "max_new_tokens", "temperature", "seed", "repeats")
 
@@ -121,6 +121,9 @@ class Measuring:
         self.args, self.document, self.prepared = args, document, prepared
         self.samples: dict[str, Samples] = {}
         placement = prepared[0].checked.placement
+        for name, value in (("threads", placement.threads), ("cpu", environment()["cpu"])):
+            if document.setdefault(name, value) != value:
+                raise SystemExit(f"{args.out}: was measured with {name} {document[name]}, not {value}; name another")
         devices.apply(placement)
         self.models = load_models(prepared)
         self.needed = max(one.needed_tokens for one in prepared)
@@ -128,7 +131,6 @@ class Measuring:
             model.reserve(1, self.needed)
         self.lengths = sorted({_prompt_tokens(one) for one in prepared})
         self.arms = make_arms(self.models, [int(length) for length in args.lengths.split(",") if length])
-        document["threads"], document["cpu"] = placement.threads, environment()["cpu"]
 
     def run(self) -> None:
         questions = drafts.questions(self.prepared[0].infos["target"])
@@ -177,13 +179,8 @@ def write(document: Mapping[str, Any], path: Path | None) -> None:
 
 def predicted(arm: str, roles: Sequence[str], samples: Sequence[Sample], known: Prices) -> float | None:
     """Decode speed-up over plain decoding, from the counted steps and the curves; of no steps there is none."""
-    strategy, drafting = arm.split()[0], metrics.drafting(samples)
-    levels = level_roles({"roles": dict.fromkeys(roles), "options": {}}, len(drafting.levels))
-    assert levels is not None  # no arm names its levels
-    told = ((steps_of(sample), sample.levels) for sample in samples)
-    length = sum(sample.prompt_tokens for sample in samples) / len(samples)
-    work = Work(drafting, len(samples), asked(strategy, drafting, len(samples), told), length, levels)
-    found = replay(strategy, work, known)
+    facts = {"strategy": arm.split()[0], "roles": dict.fromkeys(roles), "options": {}}
+    found = replayed(facts, samples, known)
     return found[0] / found[1] if found else None
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from specbench.results.plots import COLOURS
+from specbench.results.records import BASELINE
 
 OTHERS = ("two-devices", "sparse-kv")
 TWO_DEVICES = ("async", "duo")
@@ -35,7 +36,7 @@ def also(paths: str) -> list[Cell]:
 def _two_devices(document: Mapping[str, Any]) -> Iterator[Cell]:
     """Over plain decoding on the target's own device, as a run with `--place` has it."""
     for task, found in document["tasks"].items():
-        plain = found["arms"]["autoregressive"]["decode_tokens_per_s"]
+        plain = found["arms"][BASELINE]["decode_tokens_per_s"]
         for arm, entry in found.get("model", {}).get("simulated", {}).items():
             if arm in TWO_DEVICES:
                 yield {

@@ -83,7 +83,7 @@ def main() -> int:
 def compare(folder: Path, address: str, kill: bool) -> dict[str, Any]:
     start = time.perf_counter()
     listener = Killer(folder / "ray", kill)
-    there = sweep.sweep(PLAN, GRID, folder / "ray", listener, executor=RayExecutor(address), elsewhere=True)
+    there = sweep.sweep(PLAN, GRID, folder / "ray", listener, executor=RayExecutor(address))
     between = time.perf_counter()
     here = sweep.sweep(PLAN, GRID, folder / "local")
     end = time.perf_counter()

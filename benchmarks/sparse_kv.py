@@ -7,12 +7,14 @@
 
 A cell is a context and a batch: those of `--cells`, or every context with every batch. With `--out` each is added to
 the file as soon as it is measured, and cells that the file has already are left as they are, so that a grid can be
-measured bit by bit; everything else about the runs has to be the same. In each of them: plain decoding, lookup, with
-`--draft` speculative and a sparse draft of that model, `sparse-kv` for every selection, budget and gamma, on its
-automatic schedule, with an n-gram level below it, and with `--refresh` its positions chosen anew. Arms take turns at
-going first; the target reads the prompts once for all of them, but for the last tokens, and only decoding is compared:
-from the moment when all rows have their first token to the last token of the last row. The draft's reading and choosing
-is in it.
+measured bit by bit; everything else about the runs has to be the same. Flags in the file are held against those given,
+and its number type, threads and CPU against ours where a cell is to be measured; arms and task options are not checked.
+
+In each cell: plain decoding, lookup, with `--draft` speculative and a sparse draft of that model, `sparse-kv` for every
+selection, budget and gamma, on its automatic schedule, with an n-gram level below it, and with `--refresh` its
+positions chosen anew. Arms take turns at going first; the target reads the prompts once for all of them, but for the
+last tokens, and only decoding is compared: from the moment when all rows have their first token to the last token of
+the last row. The draft's reading and choosing is in it.
 
 Each row of a batch is another prompt. Beside every speed-up stand the acceptance, the share of distinct tokens (a text
 that goes round in circles flatters every draft), the step time that the cost model gives for what was drafted, over
@@ -30,7 +32,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,12 +46,12 @@ from specbench.models.sparse_cost import SparseCosts, measure_sparse_costs
 from specbench.options import build
 from specbench.results.measure import Ending, Outcome, measure
 from specbench.results.prepare import Prepared, Turn
-from specbench.results.records import line_of
+from specbench.results.records import BASELINE, line_of, write_atomically
+from specbench.results.rounds import mean, terms
 from specbench.strategies import registry
 from specbench.strategies.base import Request
 from specbench.strategies.sparse_kv import SparseKv
 
-BASELINE = "autoregressive"
 READ_BY_ARMS = 64  # last tokens of a prompt that every arm reads itself, so that their queries are there to choose by
 CLOSE = 0.1  # how far a predicted step may be from the measured one
 
@@ -232,25 +233,8 @@ def report_arm(name: str, calls: Sequence[Sequence[Outcome]], base: Sequence[Seq
 
 def prediction(facts: Sequence[dict[str, Any]], entry: dict[str, Any]) -> dict[str, Any]:
     """The cost model's step beside the measured one. A step is a round of the whole batch, plain ones included."""
-
-    def total(name: str) -> float:
-        return sum(one.get(name, 0.0) * one["rounds"] for one in facts)
-
-    def total_drafted(name: str) -> float:
-        return sum(one.get(name, 0.0) * (one["rounds"] - one["plain_rounds"]) for one in facts)
-
-    rounds = sum(one["rounds"] for one in facts)
-
-    def terms(kind: str) -> dict[str, float]:
-        return {
-            "draft": total_drafted(f"{kind}draft_ms") / rounds,
-            "verify": total(f"{kind}verify_ms") / rounds,
-            "select": sum(one[f"{kind}select_ms"] for one in facts) / rounds,
-            "follow": total_drafted(f"{kind}follow_ms") / rounds,
-        }
-
-    said, measured = terms("predicted_"), terms("")
-    predicted, plain = sum(said.values()), total("predicted_plain_ms") / rounds
+    said, measured = terms(facts, "predicted_"), terms(facts)
+    predicted, plain = sum(said.values()), mean(facts, "predicted_plain_ms")
     return {
         "predicted_step_ms": predicted,
         "predicted_over_measured": predicted / entry["step_ms"],
@@ -330,15 +314,17 @@ def measure_cells(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         UsageError: what `--out` has was measured in another way, or a cell cannot be.
     """
-    document: dict[str, Any] = {"benchmark": "sparse-kv", "cells": []}
+    document: dict[str, Any] = {"benchmark": "sparse-kv"}
     if args.out and args.out.exists():
         document = json.loads(args.out.read_text(encoding="utf-8"))
         if document.get("benchmark") != "sparse-kv":
             raise UsageError(f"{args.out} is not a document of this benchmark; name another --out")
+        same_way(document, settings(args), args)
+    cells = document.get("cells", [])
     strategies = ("sparse-kv", "speculative", "lookup") if args.draft else ("sparse-kv", "lookup")
     models: dict[str, CachedModel] = {}
     option, given = args.task.partition(":")[0] + ".prompt-tokens", list(args.task_option)
-    known = {(cell["context"], cell["batch"]) for cell in document["cells"]}
+    known = {(cell["context"], cell["batch"]) for cell in cells}
     for context, batch in args.cells:
         if (context, batch) in known:
             Note().stage(f"{context} x {batch}: measured before")
@@ -348,22 +334,16 @@ def measure_cells(args: argparse.Namespace) -> dict[str, Any]:
         (prepared,) = prepared_tasks(
             args, strategies, threads=args.threads, ignore_eos=args.ignore_eos, batch=batch, runtime="packed"
         )
-        same_way(document, settings(args, prepared), args)
+        asked = settings(args) | where(prepared)
+        same_way(document, asked, args)
         if not models:
             devices.apply(prepared.checked.placement)
             models = load_models([prepared], "packed")
-        document["cells"].append(whole_cell(args, prepared, models, context, batch))
-        document["summary"] = summary(document["cells"])
+        cells.append(whole_cell(args, prepared, models, context, batch))
+        document |= {**asked, "cells": cells, "summary": summary(cells)}
         if args.out:
-            write(args.out, document)
+            write_atomically(args.out, json.dumps(document, indent=1, allow_nan=False) + "\n")
     return document
-
-
-def write(path: Path, document: dict[str, Any]) -> None:
-    """In one go, so that whoever stops it leaves the old file or the new one."""
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    beside.replace(path)
 
 
 def whole_cell(
@@ -387,24 +367,26 @@ def whole_cell(
     return found | machine
 
 
-def settings(args: argparse.Namespace, prepared: Prepared) -> dict[str, Any]:
-    """What all cells of a document have in common."""
-    return {
-        "target": args.target, "draft": args.draft, "dtype": prepared.dtype,
-        "threads": prepared.checked.placement.threads, "task": args.task, "max_new_tokens": args.max_new_tokens,
-        "ignore_eos": args.ignore_eos, "temperature": prepared.plan.temperature, "seed": prepared.plan.seed,
-        "repeats": args.repeats, "groups": args.groups, "cpu": environment()["cpu"],
-    }  # fmt: skip
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What all cells of a document have in common by their flags; `where` has the rest of it."""
+    names = ("target", "draft", "task", "max_new_tokens", "ignore_eos", "temperature", "seed", "repeats", "groups")
+    return {name: getattr(args, name) for name in names}
+
+
+def where(prepared: Prepared) -> dict[str, Any]:
+    threads = prepared.checked.placement.threads
+    return {"dtype": prepared.dtype, "threads": threads, "cpu": environment()["cpu"]}
 
 
 def same_way(document: dict[str, Any], asked: dict[str, Any], args: argparse.Namespace) -> None:
-    """Writes the settings into a new document; holds them against those of an older one."""
-    differing = [name for name, value in asked.items() if document["cells"] and document.get(name) != value]
+    """Holds settings against those of the cells that a document has.
+
+    Raises:
+        UsageError: some differ.
+    """
+    differing = [name for name, value in asked.items() if document.get("cells") and document.get(name) != value]
     if differing:
         raise UsageError(f"{args.out}: its cells have another {', '.join(differing)}; name another --out")
-    cells = document.pop("cells")
-    document |= asked
-    document["cells"] = cells
 
 
 def table(document: dict[str, Any]) -> str:

@@ -80,12 +80,9 @@ class _Table(Listener):
         self.console.print(f"warning: {text}", style="yellow", soft_wrap=True)
 
     def begin(self, total: int, done: int) -> None:
-        self.close()
         self.text, self.total, self.done, self.before = "measuring", total, done, done
         self.running = Running()
-        self.started, self.next = time.monotonic(), 0.0
-        self.live = Live(console=self.console, auto_refresh=False, transient=True)
-        self.live.start()
+        self._open()
         self.draw(at_once=True)
 
     def sample(self, samples: Sequence[Sample]) -> None:
@@ -96,13 +93,18 @@ class _Table(Listener):
         self.draw()
 
     def grid(self, grid: Grid) -> None:
+        if self.over:  # what still arrives after an interrupt
+            return
         self.shown = grid
         if self.live is None:
-            self.close()
-            self.started, self.next = time.monotonic(), 0.0
-            self.live = Live(console=self.console, auto_refresh=False, transient=True)
-            self.live.start()
+            self._open()
         self.draw()
+
+    def _open(self) -> None:
+        self.close()
+        self.started, self.next = time.monotonic(), 0.0
+        self.live = Live(console=self.console, auto_refresh=False, transient=True)
+        self.live.start()
 
     def end(self) -> None:
         self.close()

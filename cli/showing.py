@@ -24,15 +24,15 @@ def show(
     Example: specbench show runs/2026-01-31_120000-tiny-lookup
     """
     from ..errors import MeasurementError, UsageError
-    from ..results.runs import _cells, _is_sweep
+    from ..results.runs import cells, is_sweep
 
     format = "json" if json else format
-    if not _is_sweep(run):
+    if not is_sweep(run):
         _show(run, format)
         return
     if format not in ("table", "md", "latex"):
         raise UsageError(f"{run}: holds several runs, and {format} is for one of them; name its folder")
-    for cell in _cells(run):
+    for cell in cells(run):
         typer.echo(f"{cell}:")
         try:
             _show(cell, format)

@@ -53,7 +53,15 @@ _ASSUME = typer.Option(
 )
 
 
-def _sweep(grid: list[str] | None = None, **given: Any) -> None:
+def _sweep(
+    grid: Annotated[list[str] | None, _GRID] = None,
+    executor: Annotated[str, _EXECUTOR] = "local",
+    address: Annotated[str, _ADDRESS] = "auto",
+    hardware: Annotated[str | None, _HARDWARE] = None,
+    assume: Annotated[float | None, _ASSUME] = None,
+    **given: Any,
+) -> None:
+    """What it has of its own; `given` are the options of run."""
     from ..results import best, sweep
     from ..results.comparison import print_comparison
     from ..results.tables import print_cautions
@@ -61,16 +69,16 @@ def _sweep(grid: list[str] | None = None, **given: Any) -> None:
 
     plan, axes = _plan(given, grid or [])
     out, resume = plan.out or sweep.new_folder(), plan.resume
-    executor = _executor(given)
-    elsewhere = given["executor"] == "ray"
+    _check_assumed(assume, given["dry_run"])
+    runs_them = _executor(executor, address, hardware, given["dry_run"])
     if given["dry_run"]:
         from ..results.estimate import estimate
 
-        cells = sweep.prepare(plan, axes, out, resume, elsewhere)
-        _say_what_would_run(cells, estimate(cells, given["assume"]), given["json"])
+        cells = sweep.prepare(plan, axes, out, resume, elsewhere=executor != "local")
+        _say_what_would_run(cells, estimate(cells, assume), given["json"])
         return
     listener = listener_for(given["quiet"])
-    result = sweep.sweep(plan, axes, out, listener, sys.argv[1:], resume, executor, elsewhere)
+    result = sweep.sweep(plan, axes, out, listener, sys.argv[1:], resume, runs_them)
     summary, found = best.findings(result)
     console = stderr()
     if given["json"]:
@@ -92,22 +100,28 @@ def _sweep(grid: list[str] | None = None, **given: Any) -> None:
         raise typer.Exit(1)
 
 
-def _executor(given: dict[str, Any]) -> Any:
-    """None for the local one. Raises UsageError for what does not go together, before anything else is looked at."""
+def _check_assumed(speed: float | None, dry_run: bool) -> None:
+    from ..errors import UsageError
+
+    if speed is not None and not (dry_run and 0 < speed < float("inf")):
+        raise UsageError(f"--assume {speed:g}: is a speed above 0, and goes with --dry-run")
+
+
+def _executor(name: str, address: str, hardware: str | None, dry_run: bool) -> Any:
+    """None for the local one, and in a dry run. Raises UsageError for what does not go together."""
     from ..errors import UsageError, unknown
 
-    if given["executor"] not in ("local", "ray"):
-        raise UsageError(unknown("executor", given["executor"], ("local", "ray")))
-    if given["assume"] is not None and not (given["dry_run"] and 0 < given["assume"] < float("inf")):
-        raise UsageError(f"--assume {given['assume']:g}: is a speed above 0, and goes with --dry-run")
-    if given["executor"] == "local":
-        for name, default in (("address", "auto"), ("hardware", None)):
-            if given[name] != default:
-                raise UsageError(f"--{name} {given[name]}: goes with --executor ray")
+    if name not in ("local", "ray"):
+        raise UsageError(unknown("executor", name, ("local", "ray")))
+    if name == "local" and address != "auto":
+        raise UsageError(f"--address {address}: goes with --executor ray")
+    if name == "local" and hardware is not None:
+        raise UsageError(f"--hardware {hardware}: goes with --executor ray")
+    if name == "local" or dry_run:
         return None
     from ..results.ray_executor import RayExecutor
 
-    return None if given["dry_run"] else RayExecutor(given["address"], given["hardware"])
+    return RayExecutor(address, hardware)
 
 
 def _plan(given: dict[str, Any], grid: list[str]) -> tuple[Any, dict[str, Any]]:
@@ -144,19 +158,7 @@ def _plan(given: dict[str, Any], grid: list[str]) -> tuple[Any, dict[str, Any]]:
     return resolve(flags, settings, where), axes
 
 
-_HERE = {
-    "option",
-    "config",
-    "preset",
-    "all_prompts",
-    "dry_run",
-    "json",
-    "quiet",
-    "executor",
-    "address",
-    "hardware",
-    "assume",
-}
+_HERE = {"option", "config", "preset", "all_prompts", "dry_run", "json", "quiet"}
 _NOT_HERE = {"overwrite"}
 
 
@@ -180,19 +182,13 @@ def _say_what_would_run(cells: Any, estimate: Any, json: bool) -> None:
 
 
 def _with_the_options_of_run() -> Any:
-    """`sweep` as the command line sees it: the options of run, read off its signature, and the grid."""
+    """`sweep` as the command line sees it: the options of run, read off its signature, between the grid and the rest
+    of `_sweep`'s own."""
     known = inspect.signature(running.run).parameters
     hints = inspect.get_annotations(inspect.unwrap(running.run), eval_str=True)
     options = {name: known[name].replace(annotation=hints[name]) for name in known if name not in _NOT_HERE}
-    grid = inspect.Parameter(
-        "grid", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=Annotated[list[str] | None, _GRID]
-    )
-    mine = (("executor", str, _EXECUTOR, "local"), ("address", str, _ADDRESS, "auto"),
-            ("hardware", str | None, _HARDWARE, None), ("assume", float | None, _ASSUME, None))  # fmt: skip
-    more = [
-        inspect.Parameter(name, grid.kind, default=default, annotation=Annotated[kind, option])
-        for name, kind, option, default in mine
-    ]
+    mine = inspect.signature(_sweep, eval_str=True).parameters.values()
+    grid, *more = (one for one in mine if one.kind is not inspect.Parameter.VAR_KEYWORD)
     parameters = [grid, *options.values(), *more]
 
     def sweep(**given: Any) -> None:

@@ -139,6 +139,16 @@ class Placement:
         return tuple(core for core in available_cores() if core not in taken)
 
 
+def named(place: str) -> list[tuple[str, str]]:
+    """Role and device of each part of a placement, as they are written and not checked; a bare device is the target's.
+
+    For plans of another machine, whose devices are not here to be looked for.
+    """
+    parts = filter(None, re.split(r",(?=\s*[a-z]+\d*\s*=)", place.strip()))
+    split = (part.partition("=") for part in parts)
+    return [(role.strip(), device.strip()) if equals else ("target", role.strip()) for role, equals, device in split]
+
+
 def parse_placement(text: str, threads: int | None = None, ranks: int = 1) -> Placement:
     """`target=cuda:0,draft=cpu:1-7`; a bare device is the target's.
 
@@ -154,13 +164,9 @@ def parse_placement(text: str, threads: int | None = None, ranks: int = 1) -> Pl
             ranks than cores, or a draft on the GPU of a rank other than the first.
     """
     devices: dict[str, Device] = {}
-    for part in filter(None, re.split(r",(?=\s*[a-z]+\d*\s*=)", text.strip())):
-        role, equals, device = part.partition("=")
-        if not equals:
-            role, device = "target", part
-        role = role.strip()
+    for role, device in named(text):
         if not re.fullmatch(r"target|draft([2-9]|[1-9]\d+)?", role):
-            raise PlacementError(f'"{part}": "{role}" is not a role; the roles are target, draft, draft2, ...')
+            raise PlacementError(f'"{role}={device}": "{role}" is not a role; the roles are target, draft, draft2, ...')
         if role in devices:
             raise PlacementError(f'"{text}": {role} is placed twice')
         devices[role] = parse_device(device)
@@ -289,12 +295,16 @@ def split(cores: Sequence[int]) -> tuple[Device, Device]:
 def _units(cores: Sequence[int]) -> list[list[int]]:
     """What can be given to processes that work at once: physical cores with their siblings, or, of a single physical
     core, its siblings; no more of them than the cgroup lets run."""
-    limit = cgroup_cpu_limit()
+    limit, units = cgroup_cpu_limit(), _physical(cores)
+    return units[: math.floor(limit)] if limit else units
+
+
+def _physical(cores: Sequence[int]) -> list[list[int]]:
+    """Physical cores with their siblings; of a single one, each sibling for itself."""
     groups: dict[str, list[int]] = {}
     for core in cores:
         groups.setdefault(_siblings(core), []).append(core)
-    units = list(groups.values()) if len(groups) > 1 else [[core] for core in cores]
-    return units[: math.floor(limit)] if limit else units
+    return list(groups.values()) if len(groups) > 1 else [[core] for core in cores]
 
 
 def divide(cores: Sequence[int], counts: Sequence[int]) -> list[tuple[int, ...]]:
@@ -302,10 +312,7 @@ def divide(cores: Sequence[int], counts: Sequence[int]) -> list[tuple[int, ...]]
 
     No two share a physical core, unless there is only one.
     """
-    groups: dict[str, list[int]] = {}
-    for core in sorted(cores):
-        groups.setdefault(_siblings(core), []).append(core)
-    units = list(groups.values()) if len(groups) > 1 else [[core] for core in sorted(cores)]
+    units = _physical(sorted(cores))
     parts = []
     for count in counts:
         part: list[int] = []

@@ -29,12 +29,13 @@ import numpy as np
 from ..errors import SpecbenchError, WorkerError
 from .devices import Device, set_up_torch
 from .ports import HANG_S, Port
-from .workers import Worker
+from .workers import Worker, describe
 
 HOST = "127.0.0.1"
 IDLE = datetime.timedelta(days=7)
 _LEAVE, _DRAIN, _CALL = -1, -2, -3  # commands of the group's own; those of the program count from 0
 _HEAD = 128  # integers that every command takes: the step of a row or two fits in
+_WORDS = 300  # characters of an error that are told
 _BLAME_S = 1.0  # a rank whose connection is gone is dead, or about to be
 _OF_OTHERS = re.compile(
     "clos|reset|broken pipe|time[d ]*out|connect|read error|abort|exited", re.I
@@ -246,7 +247,7 @@ class Ranks:
     def _blame(self, error: Exception) -> WorkerError:
         """Who is at fault: we ourselves, a rank that died without a word, the first that failed for a reason of its
         own, or those that keep us waiting."""
-        ours = _described(error)
+        ours = describe(error)[:_WORDS]
         if not _OF_OTHERS.search(ours):
             return WorkerError(f"{self.role}, rank 0: {ours}")
         connection.wait([follower.sentinel for follower in self._followers], _BLAME_S)
@@ -371,14 +372,9 @@ def _follow(
         group.leave()
     except BaseException as error:  # noqa: BLE001 - rank 0 is told; the connections close with the process
         with contextlib.suppress(RuntimeError):  # rank 0 is gone
-            store.set(f"failure {store.add('failures', 1)}", f"{rank} {_described(error)}")
+            store.set(f"failure {store.add('failures', 1)}", f"{rank} {describe(error)[:_WORDS]}")
         os._exit(1)
 
 
 def _here(rank: int) -> str:
     return f"rank {rank} is here"
-
-
-def _described(error: BaseException) -> str:
-    text = " ".join(str(error).split())[:300]
-    return text if isinstance(error, SpecbenchError) else f"{type(error).__name__}: {text}"

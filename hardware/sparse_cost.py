@@ -33,8 +33,8 @@ def sparse_speedup(
         draft_ms, verify_ms, target_ms: one forward of the draft, of the target over gamma + 1 tokens, over one.
         select_ms: choosing the small cache, once for `tokens` tokens per row.
     """
-    per_token = (gamma * draft_ms + verify_ms) / expected_tokens(alpha, gamma)
-    return target_ms / (per_token + select_ms / tokens)
+    rate = expected_tokens(alpha, gamma) / (gamma * draft_ms + verify_ms)
+    return target_ms * spread(rate, select_ms, tokens)
 
 
 def spread(rate: float, begin_ms: float, tokens: float) -> float:

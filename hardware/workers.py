@@ -27,7 +27,7 @@ from .devices import Device, available_cores, bind, share_a_core
 from .ports import HANG_S, HangUp, Port, RingPort, ThreadPort
 from .ring import WORDS, Message, Ring
 
-__all__ = ["HangUp", "Message", "Port", "ThreadHost", "Worker"]
+__all__ = ["HangUp", "Message", "Port", "ThreadHost", "Worker", "describe"]
 
 CALL_S = 600.0
 SETTLE_S = HANG_S  # after a hang-up the other side may have to finish a forward, and that may be a long prefill
@@ -215,7 +215,7 @@ class ThreadHost:
         try:
             return function(self.state, *args)
         except Exception as error:
-            raise WorkerError(f"{self.role}: {_describe(error)}") from error
+            raise WorkerError(f"{self.role}: {describe(error)}") from error
 
     def start(self, function: Callable[..., Any], *args: Any) -> Port:
         self.settle()
@@ -245,7 +245,7 @@ class ThreadHost:
             self._thread = None
         error, self._error = self._error, None
         if error is not None:
-            raise WorkerError(f"{self.role}: {_describe(error)}") from error
+            raise WorkerError(f"{self.role}: {describe(error)}") from error
 
     def settle(self, timeout_s: float = SETTLE_S) -> None:
         if self._port is not None:
@@ -327,10 +327,11 @@ def _end_with(parent: int) -> None:
 
 
 def _failure(number: int, error: BaseException) -> tuple[int, str, Exception | None]:
-    return number, _describe(error), error if isinstance(error, SpecbenchError) else None
+    return number, describe(error), error if isinstance(error, SpecbenchError) else None
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
+    """An error in one line; of what kind it is, where it is none of ours."""
     text = " ".join(str(error).split())
     return text if isinstance(error, SpecbenchError) else f"{type(error).__name__}: {text}"
 

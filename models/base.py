@@ -156,6 +156,11 @@ class CachedModel(ABC):
     def close(self) -> None:  # noqa: B027 - nothing to do for most
         """Gives back memory, worker processes, graphs. The model cannot be used afterwards."""
 
+    def record(self) -> dict[str, Any] | None:
+        """For the manifest, of a model that is not ours: what is known of it, in place of what a run says itself of a
+        model that it has loaded. None for one of those."""
+        return None
+
     @property
     @abstractmethod
     def weight_bytes(self) -> int:

@@ -21,9 +21,10 @@ def learn(texts: Iterable[Sequence[int]], min_count: int = MIN_COUNT, min_share:
         min_count: times that the pair was seen, at least.
         min_share: of the first token's followers that were this one, at least.
     """
-    pairs = np.array([pair for text in texts for pair in zip(text, text[1:], strict=False)], dtype=np.int64)
-    if not len(pairs):
+    found = [np.asarray(text, dtype=np.int64) for text in texts if len(text) > 1]
+    if not found:
         return {}
+    pairs = np.concatenate([np.column_stack((ids[:-1], ids[1:])) for ids in found])
     kinds, counts = np.unique(pairs, axis=0, return_counts=True)
     first = kinds[:, 0]
     followers = np.bincount(first, weights=counts)[first]

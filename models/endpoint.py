@@ -8,7 +8,6 @@ token; an announcement of who speaks is none.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
 import re
@@ -95,12 +94,13 @@ class Server(CachedModel):
 
     runtime = "server"
     kernels = "server"
+    device = "unknown"
     dtype = "unknown"
 
     def __init__(self, info: ModelInfo, options: EndpointOptions) -> None:
         self.options, self.info = options, info
         self.codec: TextCodec = info.codec
-        self.name, self.device = options.base, options.host
+        self.name = options.base
         self.vocab_size, self.context_length, self.max_rows = info.vocab_size, info.context_length, _MOST_ROWS
         self.form = "ids" if options.prompts == "ids" else "text"
         self.fields = FIELDS[0]
@@ -127,13 +127,12 @@ class Server(CachedModel):
         return self.loop.run_until_complete(work)
 
     def record(self) -> dict[str, Any]:
-        """For the manifest, in place of what is known of a model of ours. Name and fingerprint are those of the model
-        that the tokenizer came from."""
+        """Name and fingerprint are those of the model that the tokenizer came from."""
         return {
-            "model": self.info.name, "device": self.device, "threads": None, "dtype": None, "runtime": self.runtime,
+            "model": self.info.name, "device": None, "threads": None, "dtype": None, "runtime": self.runtime,
             "kernels": None, "fingerprint": self.info.fingerprint, "weight_bytes": None, "served": self.served,
-            "owned_by": self.facts.get("owned_by"), "software": self.client.software, "prompts": self.form,
-            "fields": self.fields,
+            "host": self.options.host, "owned_by": self.facts.get("owned_by"), "software": self.client.software,
+            "prompts": self.form, "fields": self.fields,
         }  # fmt: skip
 
     # Before the clock
@@ -160,24 +159,22 @@ class Server(CachedModel):
 
     def make_ready(self, rows: int) -> dict[str, int] | None:
         """Opens a connection for each row, and empties what a server keeps where `evict` asks for it; its counters of
-        drafting as they stand, where it has any. A server that has gone is left for the next request to report."""
+        drafting as they stand, where it has any. Raises ModelError where `evict` fails."""
 
         async def ready() -> dict[str, int] | None:
             await asyncio.gather(*(self.client.get("models") for _ in range(rows)), return_exceptions=True)
             if self.options.evict:
-                await self._complete(self.body(self.codec.encode(".")[:1], 1, Sampled()), {})
+                await self._patiently(self.body(self.codec.encode(".")[:1], 1, Sampled()), {})
             return await self._counters() if self.counts_drafts else None
 
-        with contextlib.suppress(ModelError):
-            return self.wait(ready())
-        return None
+        return self.wait(ready())
 
     async def _counters(self) -> dict[str, int] | None:
         try:
-            text = await self.client.get("metrics", root=True)
+            text = await self.client.text(self.options.root, "metrics")
         except ModelError:
             return None
-        found = {name: _counter(str(text), metric) for name, metric in _COUNTERS.items()}
+        found = {name: _counter(text, metric) for name, metric in _COUNTERS.items()}
         return None if None in found.values() else found  # type: ignore[return-value]
 
     async def drafting_since(self, before: dict[str, int] | None) -> dict[str, Any]:
@@ -268,7 +265,6 @@ class Exchange:
         self._server = server
         self._arrivals: deque[Arrival] = deque()
         self._arrived = asyncio.Event()
-        self._waiting: asyncio.Task | None = None
         self._held: asyncio.Event | None = None
         self._tasks: list[asyncio.Task] = []
         self._answering: set[asyncio.Task] = set()  # those whose answer has not ended
@@ -288,8 +284,7 @@ class Exchange:
             self._held.set()
         while not self._arrivals:
             self._arrived.clear()
-            self._waiting = self._server.loop.create_task(self._arrived.wait())  # type: ignore[arg-type]
-            self._server.loop.run_until_complete(self._waiting)
+            self._server.wait(self._arrived.wait())
         arrival = self._arrivals.popleft()
         self._held = arrival.go_on
         return arrival
@@ -300,7 +295,8 @@ class Exchange:
         Args:
             before: the server's counters before the first request.
         """
-        for task in (*self._answering, *([self._waiting] if self._waiting else [])):
+        self._arrived.set()  # whoever waits was interrupted
+        for task in self._answering:
             task.cancel()
 
         async def rest() -> dict[str, Any]:
@@ -308,14 +304,18 @@ class Exchange:
                 _, late = await asyncio.wait(self._tasks, timeout=_TAIL_S)
                 for task in late:
                     task.cancel()
-            await asyncio.gather(*self._tasks, *([self._waiting] if self._waiting else []), return_exceptions=True)
+            await asyncio.gather(*self._tasks, return_exceptions=True)
             return await self._server.drafting_since(before)
 
         return self._server.wait(rest())
 
     def _put(self, arrival: Arrival) -> None:
+        """Hands on what the running task has heard, until its answer has ended: the row is another request's then."""
+        task = asyncio.current_task()
+        if task not in self._answering:
+            return
         if arrival.finish is not None or arrival.error is not None:
-            self._answering.discard(asyncio.current_task())  # type: ignore[arg-type]
+            self._answering.discard(task)
         self._arrivals.append(arrival)
         self._arrived.set()
 
@@ -346,23 +346,19 @@ class Exchange:
     async def _hear(self, row: int, body: dict[str, Any], stop: tuple[str, ...], told: dict[str, Any]) -> None:
         ended = False
         async with aclosing(self._server.client.stream(body)) as chunks:
-            try:
-                async for chunk in chunks:
-                    _note(chunk, told)
-                    try:
-                        piece = None if ended else _piece(chunk)
-                    except ValueError as error:
-                        raise ModelError(f"{self._server.name}: {error}") from None
-                    if piece is None:
-                        continue
-                    text, finish, matched = piece
-                    if finish == "eos" and stop:
-                        finish, text = _stopped(text, stop, matched)
-                    ended = finish is not None
-                    self._put(Arrival(row, text, finish))
-            except ModelError:
-                if not ended:
-                    raise  # what follows a whole answer may fail; it has come
+            async for chunk in chunks:
+                _note(chunk, told)
+                try:
+                    piece = None if ended else _piece(chunk)
+                except ValueError as error:
+                    raise ModelError(f"{self._server.name}: {error}") from None
+                if piece is None:
+                    continue
+                text, finish, matched = piece
+                if finish == "eos" and stop:
+                    finish, text = _stopped(text, stop, matched)
+                ended = finish is not None
+                self._put(Arrival(row, text, finish))
         if not ended:
             raise ModelError(f"{self._server.name}: the stream ended in the middle of the answer")
 

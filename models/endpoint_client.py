@@ -95,26 +95,24 @@ class Client:
             raise ModelError(f"{self.name}: {unknown('model', wanted, names)} It has: {told}")
         return models[wanted]
 
-    async def get(self, path: str, root: bool = False) -> Any:
-        """A JSON document, or the text where it is none. Raises ModelError.
+    async def get(self, path: str) -> Any:
+        """The JSON document at a path under the address. Raises ModelError."""
+        text = await self.text(self.name, path)
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            raise ModelError(f"{self.name}: /{path} is no JSON: {self._quoted(text)}") from None
 
-        Args:
-            root: from the root of the server and not from its `/v1`.
-        """
-        base = self.name.removesuffix("/v1") if root else self.name
-        response = await self._send("GET", f"{base}/{path}", self._options.next_token_s, "in answer to /" + path)
+    async def text(self, url: str, path: str) -> str:
+        """What stands at a path under an address. Raises ModelError."""
+        response = await self._send("GET", f"{url}/{path}", self._options.next_token_s, "in answer to /" + path)
         try:
             text = await self._body(response)
             if response.status_code != 200:
                 self._refuse(response, text, f"/{path}")
         finally:
             await response.aclose()
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError:
-            if root:
-                return text
-            raise ModelError(f"{self.name}: /{path} is no JSON: {self._quoted(text)}") from None
+        return text
 
     async def stream(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """The chunks of a streamed completion, as they arrive, to the end of the stream.

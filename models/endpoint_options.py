@@ -9,6 +9,7 @@ import json
 import os
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 from urllib.parse import SplitResult, urlsplit
 
@@ -63,10 +64,15 @@ class EndpointOptions:
 
     @property
     def host(self) -> str:
-        """Host and port, for the column of devices."""
+        """Host and port, for titles."""
         return urlsplit(self.url).netloc
 
     @property
+    def root(self) -> str:
+        """The address of the server itself, where its `/metrics` is."""
+        return self.base.removesuffix("/v1")
+
+    @cached_property
     def fields(self) -> dict[str, Any]:
         """What `extra` holds. Raises UsageError."""
         if not self.extra.strip():

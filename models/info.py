@@ -8,7 +8,7 @@ import json
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -144,6 +144,12 @@ def describe(spec: ModelSpec, role: str, progress: Callable[[str], None] | None 
         fingerprint=_fingerprint(config, revision, [] if revision else files),
         codec=codec,
     )
+
+
+def without_codec(info: ModelInfo) -> ModelInfo:
+    """The description as it travels to another process: tokenizers stay here, where texts are."""
+    tables = None if info.tables is None else without_codec(info.tables)
+    return replace(info, codec=None, tables=tables)  # type: ignore[arg-type]
 
 
 def _locate(spec: ModelSpec, role: str, progress: Callable[[str], None] | None) -> tuple[str, str | None]:

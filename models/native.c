@@ -1,4 +1,5 @@
-/* One pass of tokens through a whole Llama-family decoder, on a CPU with AVX-512, in one call.
+/* One pass of tokens through a whole Llama-family decoder, on a CPU with AVX-512, in one call; and in another, choosing
+   the positions of a row that its last tokens attend to most (native_choice.h).
 
    Compiled on the user's machine by models/native.py, once with -DBFLOAT16 and once without (then numbers are float32),
    and driven by models/packed_native.py. Names of shapes are those of the Python side.
@@ -11,7 +12,8 @@
    Numbers travel in "units" of 32 bits: two neighbouring bfloat16 numbers, or one float32. A matrix is stored in blocks
    of BLOCK outputs, (blocks, units of a row, BLOCK), so that every thread reads one stream of memory from front to
    back; what it is multiplied with stands in tiles of up to ROWS tokens, (units, tokens of the tile). The same product
-   serves the weights, the scores of attention (keys are the matrix) and its mixture (values are).
+   serves the weights and the scores of attention, for which keys are packed into such blocks when they are read. Its
+   mixture has a loop of its own, over values as the cache holds them. Choosing adds up the weights of the same scores.
 
    The threads are those of the OpenMP runtime that torch has loaded already, whose functions set_up is given. */
 

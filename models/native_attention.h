@@ -95,7 +95,8 @@ static inline const char *ask(Ahead *a, int steps, int *lines) {
 typedef struct {
     const number *keys, *values;
     int begin, held, packed;           /* the first slot; slots that hold something; blocks of keys that are packed */
-    Ahead own_values, next_keys;       /* of the piece that is next: asked for while this one computes */
+    Ahead while_scoring;               /* asked for in the products that score this piece */
+    Ahead around_scoring;              /* asked for while keys are packed for them, and in the mixing after them */
 } Piece;
 
 static Piece piece_of(const Worker *w, int layer, const Run *run, int kv_head, int at) {
@@ -123,14 +124,14 @@ static int score(const Worker *w, const Run *run, Piece *p, int q, int rows) {
             const int left = p->held - b * BLOCK;
             const number *from = p->keys + (size_t)b * BLOCK * dims;
             for (int half = 0; half < 2; half++) {
-                const char *then = ask(&p->next_keys, TURN, &lines);
+                const char *then = ask(&p->around_scoring, TURN, &lines);
                 fetch(then, TURN * lines, 1);
                 transpose((const unit *)(from + half * 16 * dims), (size_t)units, least(left - half * 16, 16), units,
                           packed + half * 16);
             }
             p->packed++;
         }
-        const char *ahead = ask(&p->own_values, units, &lines);
+        const char *ahead = ask(&p->while_scoring, units, &lines);
         by_score[rows - 1](o->queries + (size_t)q * units, packed, units, o->scores + b * BLOCK, ahead, lines);
     }
     return seen;
@@ -214,7 +215,7 @@ static void attend_piece(const Worker *w, const Run *run, Piece *p, int joins, f
                    parts_of(seen, BLOCK) * BLOCK, facts, facts + 1);
         }
         for (int at = 0, lines; at < dims; at += BLOCK) {
-            const char *ahead = ask(&p->next_keys, steps, &lines);
+            const char *ahead = ask(&p->around_scoring, steps, &lines);
             const int pair = rows <= FEW && at + 2 * BLOCK <= dims, count = least(BLOCK, dims - at);
             Mix *const mix = pair ? by_pair[rows - 1] : by_block[rows - 1];
             mix((__mmask32)(0xffffffffu >> (BLOCK - count)), (const unit *)o->weights, p->values + at, dims, seen,
@@ -266,9 +267,9 @@ static void attend(const Worker *w, int layer) {
             if (last && more) then = piece_of(w, layer, next.run, next.kv_head, next.piece);
             const int scoring = parts_of(piece.held, BLOCK) * head_units(m);
             const int turning = parts_of(piece.held, BLOCK) * 2 * TURN, mixing = mixing_steps(m, rows, piece.held);
-            piece.own_values = ahead_of(piece.values, (size_t)piece.held * dims, scoring);
+            piece.while_scoring = ahead_of(piece.values, (size_t)piece.held * dims, scoring);
             if (!last || more)
-                piece.next_keys = ahead_of(then.keys, (size_t)then.held * dims, turning + tiles * mixing);
+                piece.around_scoring = ahead_of(then.keys, (size_t)then.held * dims, turning + tiles * mixing);
             float *records = p->shared ? p->partial + ((size_t)task.pair * p->pieces + at) * p->most * record
                                        : w->own.running;
             attend_piece(w, run, &piece, !p->shared && at > 0, records);

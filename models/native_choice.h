@@ -72,7 +72,7 @@ static void receive(
         const int scoring = tiles * parts_of(piece.held, BLOCK) * head_units(m);
         if (at + 1 < pieces) {
             const Piece then = piece_of(w, layer, run, kv_head, at + 1);
-            piece.own_values = ahead_of(then.keys, (size_t)then.held * m->head_dim, scoring);
+            piece.while_scoring = ahead_of(then.keys, (size_t)then.held * m->head_dim, scoring);
         }
         for (int tile = 0; tile < tiles; tile++) {
             const int q = tile_begin(queries, tile), rows = tile_begin(queries, tile + 1) - q;

@@ -23,7 +23,7 @@ from ..hardware.devices import Device, set_up_torch
 from ..hardware.workers import SETTLE_S, Port, ThreadHost, Worker
 from .base import CachedModel, Forward, Ids
 from .cost_curve import CostCurve, measure_cost
-from .info import ModelInfo
+from .info import ModelInfo, without_codec
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,7 @@ class ModelWorker(Worker):
         self._made += 1
         key = f"{role}-{self._made}"
         try:
-            self.call(_load, key, _without_codec(info), dict(how), timeout_s=_LOAD_S)
+            self.call(_load, key, without_codec(info), dict(how), timeout_s=_LOAD_S)
         except WorkerError as error:
             if isinstance(error.__cause__, SpecbenchError):
                 raise error.__cause__ from None
@@ -79,12 +79,6 @@ class ModelWorker(Worker):
 
 
 _LOAD_S = 24 * 3600.0  # as long as it takes; a worker that dies meanwhile is noticed at once
-
-
-def _without_codec(info: ModelInfo) -> ModelInfo:
-    """The description as it travels: tokenizers stay here, where texts are."""
-    tables = None if info.tables is None else _without_codec(info.tables)
-    return dataclasses.replace(info, codec=None, tables=tables)  # type: ignore[arg-type]
 
 
 class RemoteModel(CachedModel):

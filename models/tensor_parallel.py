@@ -7,7 +7,7 @@ bring forward, from where, and by which tokens, which is what a step adds and no
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,8 +17,7 @@ import torch
 from ..errors import ModelError
 from ..hardware.devices import Device, bind, set_up_torch
 from ..hardware.ranks import Group, Ranks, surroundings
-from .base import copy_ids
-from .info import ModelInfo
+from .info import ModelInfo, without_codec
 from .load import load_transformers
 from .transformers_runtime import TransformersModel
 
@@ -45,12 +44,6 @@ class TensorParallelModel(TransformersModel):
             with self.worker.together():
                 self.worker.group.tell([_RESERVE, rows, tokens])
 
-    @torch.inference_mode()
-    def copy_row(self, source: int, to: int) -> None:
-        self.check_copy(source, to)
-        self.reserve(max(source, to) + 1, 0)
-        copy_ids(self._ids, self._lengths, source, to, self._copy)
-
     def close(self) -> None:
         super().close()
         if self.worker is not None:
@@ -63,7 +56,7 @@ class TensorParallelModel(TransformersModel):
         if kind == _RESERVE:
             self.reserve(*numbers)
         elif kind == _COPY:
-            self._cache.copy(*numbers)
+            self._copy(*numbers)
         else:
             wanted, count = numbers[:2]
             rows, starts, lengths = command[3 : 3 + 3 * count].reshape(3, count).tolist()
@@ -89,10 +82,11 @@ class TensorParallelModel(TransformersModel):
             return logits
 
     def _copy(self, source: int, to: int, start: int, end: int) -> None:
-        assert self.worker is not None
+        if self.worker is None:
+            return super()._copy(source, to, start, end)
         with self.worker.together():
             self.worker.group.tell([_COPY, source, to, start, end])
-            self._cache.copy(source, to, start, end)
+            super()._copy(source, to, start, end)
 
 
 def load(
@@ -108,8 +102,7 @@ def load(
         team = Ranks(info.role, ranks, follow)
         try:
             with team.together():
-                # Tokenizers stay here, where texts are.
-                team.group.share((dataclasses.replace(info, codec=None), dtype, vocab_size))  # type: ignore[arg-type]
+                team.group.share((without_codec(info), dtype, vocab_size))
             return _load(team.group, info, dtype, vocab_size, team)
         except BaseException:
             team.close(at_once=True)
@@ -150,14 +143,8 @@ def _load(group: Group, info: ModelInfo, dtype: str, vocab_size: int | None, tea
         hf_model = load_transformers(info, group.device, dtype, group.size)
     except ModelError as error:
         failure = str(error)
-    failures = [found for found in _gather(group, failure, team) if found]
+    with contextlib.nullcontext() if team is None else team.together():
+        failures = [found for found in group.gather(failure) if found]
     if failures:
         raise ModelError(failures[0])
     return TensorParallelModel(hf_model, team, info, vocab_size)
-
-
-def _gather(group: Group, thing: Any, team: Ranks | None) -> list[Any]:
-    if team is None:
-        return group.gather(thing)
-    with team.together():
-        return group.gather(thing)

@@ -115,7 +115,7 @@ class TransformersModel(CachedModel):
     def copy_row(self, source: int, to: int) -> None:
         self.check_copy(source, to)
         self.reserve(max(source, to) + 1, 0)
-        copy_ids(self._ids, self._lengths, source, to, self._cache.copy)
+        copy_ids(self._ids, self._lengths, source, to, self._copy)
 
     def reset(self) -> None:
         self._lengths = [0] * len(self._lengths)
@@ -173,6 +173,10 @@ class TransformersModel(CachedModel):
         if not self._cache.complete():
             raise ModelError(f"{self.name}: a layer ignored the KV cache it was given; it cannot be rolled back")
         return logits if logits.shape[1] == wanted else logits[:, -wanted:]
+
+    def _copy(self, source: int, to: int, start: int, end: int) -> None:
+        """Keys and values of these positions, from row to row."""
+        self._cache.copy(source, to, start, end)
 
     def _level(self, rows: Sequence[int], start: int, end: int) -> dict[str, Any]:
         """All rows start and end alike: transformers' own causal mask is right, often none is needed."""

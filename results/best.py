@@ -105,8 +105,7 @@ def findings(result: SweepResult) -> tuple[Comparison | None, list[Best]]:
         ranked = [one for one in here if not one.row.baseline] or here
         ranked.sort(key=lambda one: -_worth(one, by))
         if _worth(ranked[0], by) > 0:
-            best.append(_best(task, ranked, by))
-            best[-1].hardware = hardware if several else None
+            best.append(_best(task, ranked, by, hardware if several else None))
         rows += [_labelled(one) for one in ranked]
     counted = f"{sum(cell.state == 'done' for cell in result.cells)} of {len(result.cells)} cells are done"
     title = [f"sweep {result.out}, by {by}, the best first: {counted}", *whole.title]
@@ -176,10 +175,10 @@ def _worth(one: _Candidate, by: str) -> float:
     return one.row.decode_tokens_per_s or 0.0 if by == "decode tok/s" or one.row.baseline else 0.0
 
 
-def _best(task: str, ranked: Sequence[_Candidate], by: str) -> Best:
+def _best(task: str, ranked: Sequence[_Candidate], by: str, hardware: str | None) -> Best:
     first = ranked[0]
     found = Best(task, first.cell.name, first.row.own_name, first.cell.settings, by, first.row.decode_speedup,
-                 first.row.decode_tokens_per_s)  # fmt: skip
+                 first.row.decode_tokens_per_s, hardware=hardware)  # fmt: skip
     if len(ranked) == 1:
         return found
     second = ranked[1]

@@ -18,10 +18,10 @@ import numpy as np
 from ..hardware.cost_model import expected_tokens
 from ..hardware.devices import parse_placement
 from . import metrics, statistics
-from .forecasts import asked, level_roles, prices, steps_of
+from .forecasts import prices, replayed
 from .listener import Listener
 from .plan import Plan, check
-from .prediction import LONGEST, PAYS, Prices, Work, conditional_acceptance, replay
+from .prediction import LONGEST, PAYS, Prices, conditional_acceptance
 from .records import BASELINE, RunFolder, Sample
 from .run import run
 
@@ -92,7 +92,7 @@ def _row(arm: Mapping[str, Any], samples: Sequence[Sample], known: Prices) -> di
     drafting = metrics.drafting(ours)
     alpha, setting = conditional_acceptance(drafting), {}
     judged = drafting.accepted + sum(n for (drafted, taken), n in drafting.outcomes.items() if taken < drafted)
-    sums = [found for unit in _by_prompt(ours) if (found := _replayed(arm, unit, known)) is not None]
+    sums = [found for unit in _by_prompt(ours) if (found := replayed(arm, unit, known)) is not None]
     predicted = None
     if sums:
         gain = 1.0
@@ -125,17 +125,6 @@ def _by_prompt(samples: Sequence[Sample]) -> list[list[Sample]]:
     for sample in samples:
         found.setdefault(sample.prompt_id, []).append(sample)
     return list(found.values())
-
-
-def _replayed(arm: Mapping[str, Any], samples: Sequence[Sample], known: Prices) -> tuple[float, float] | None:
-    drafting = metrics.drafting(samples)
-    roles = level_roles(arm, len(drafting.levels))
-    if roles is None:
-        return None
-    told = ((steps_of(sample), sample.levels) for sample in samples)
-    ran = asked(arm["strategy"], drafting, len(samples), told)
-    lengths = [sample.prompt_tokens for sample in samples]
-    return replay(arm["strategy"], Work(drafting, len(samples), ran, sum(lengths) / len(lengths), roles), known)
 
 
 def best_length(alpha: float | None, measured: int, known: Prices, context: float) -> tuple[int, float]:

@@ -22,6 +22,7 @@ from .runs import ComparedArm, Difference, Run, baselines, differences, list_arm
 from .statistics import Caution
 from .summary import ALL_TASKS
 
+Parted = dict[str, dict[tuple[str, int], list[dict[str, Any]]]]  # task -> prompt and turn -> where, once per repeat
 Chosen = dict[tuple[int, str], np.ndarray]  # the places of an arm's samples, by the number of its run and its name
 
 
@@ -246,7 +247,7 @@ class _Comparing:
         pairing = pair(data, chosen[baseline.key], ours)
         row.compared_with = baseline.label
         same = summary._same_tokens(arm.facts, arm.run.manifest) and not self.forced
-        same = same and bool(baseline.facts.get("lossless", True))
+        same = same and bool(baseline.facts.get("lossless", True)) and not served.is_served(baseline.facts)
         # Arms that ought to emit the same tokens are compared where they did; the others per token.
         per_token = not (same and pairing.equal.any())
         pairs = pairing.places() if per_token else pairing.places(pairing.equal)
@@ -262,9 +263,11 @@ class _Comparing:
         if baseline.name == baseline.run.manifest.get("baseline"):  # plain decoding, which predictions are held against
             row.profile_decode_speedup = self._forecast(arm, ours)
         row.cause = summary._cause(row, arm.facts, None, None)
-        text_only = served.is_served(arm.facts) and summary._greedy(arm.run.manifest) and not self.forced
+        text_only = served.is_served(arm.facts) or served.is_served(baseline.facts)
+        text_only = text_only and summary._greedy(arm.run.manifest) and not self.forced
         if row.lossless and (same or text_only):
-            row.exactness = self._exactness(arm, baseline, pairing) | ({"text_only": True} if text_only else {})
+            parted = _parted(arm, baseline) if text_only else {}
+            row.exactness = self._exactness(arm, baseline, pairing, parted) | ({"text_only": True} if text_only else {})
         if group == ALL_TASKS or self.by != "task":
             return
         self.cautions += statistics.pairing_cautions(group, arm.label, baseline.label, pairing.counts(), same)
@@ -286,21 +289,32 @@ class _Comparing:
         ok = chosen[data["failed"][chosen] == 0]
         if kept is None or not len(ok):
             return None
-        texts, strategy = data.names["task"].texts, arm.facts.get("strategy", arm.name)
+        texts = data.names["task"].texts
         tasks = {texts[task] for task in np.unique(data["task"][ok]).tolist()}
         drafting, told = data.drafting(ok), ((data.steps(at), data.levels.get(at)) for at in ok.tolist())
-        asked = forecasts.asked(strategy, drafting, len(ok), told)
-        found = forecasts.speedup(kept, arm.facts, arm.run.manifest, drafting, len(ok), asked, tasks)
+        found = forecasts.speedup(kept, arm.facts, arm.run.manifest, drafting, len(ok), told, tasks)
         self.used |= {arm.number} if found else set()
         return found
 
-    def _exactness(self, arm: ComparedArm, baseline: ComparedArm, pairing: Paired) -> dict[str, Any]:
-        """Outputs that are equal, and of the others those that a run's own report found to be near-ties there."""
+    def _exactness(self, arm: ComparedArm, baseline: ComparedArm, pairing: Paired, parted: Parted) -> dict[str, Any]:
+        """Outputs that are equal, and of the others those that a run's own report found to be near-ties there.
+
+        Args:
+            parted: what the run found by itself, of tasks whose ids are not to be compared here.
+        """
         data = self.columns
         counts: dict[str, Any] = {"exact": 0, "near_tie": 0, "different": 0, "compared": 0, "first": []}
         near = _near_ties(arm) | _near_ties(baseline)
         for one, two in zip(pairing.left.tolist(), pairing.right.tolist(), strict=True):
             counts["compared"] += 1
+            if parted and (task := data.text("task", two)) in parted:
+                left = parted[task].get((data.text("prompt_id", two), int(data["turn"][two])))
+                if left:
+                    counts["first"].append(left.pop(0))
+                    counts["near_tie" if counts["first"][-1]["near_tie"] else "different"] += 1
+                else:
+                    counts["exact"] += 1
+                continue
             same = data.ids[one] == data.ids[two]
             index = None if same else first_difference(data.token_ids(one), data.token_ids(two))
             if index is None:
@@ -373,3 +387,20 @@ def _near_ties(arm: ComparedArm) -> set[tuple[str, str, int, int]]:
         for first in ((arms or {}).get(arm.name) or {}).get("first") or []
         if first.get("near_tie")
     }
+
+
+def _parted(arm: ComparedArm, baseline: ComparedArm) -> Parted:
+    """Where the answers of an arm part from those of its run's reference, as the run found it with its tokenizer.
+
+    Ids of a text may differ from ids that spell the same. Empty for any other baseline, and without a report.
+    """
+    if arm.run is not baseline.run or baseline.name != arm.run.manifest.get("lossless_reference"):
+        return {}
+    found: Parted = {}
+    for task, arms in (arm.run.manifest.get("lossless") or {}).items():
+        if arm.name in (arms or {}):
+            found[task] = {}
+            for first in arms[arm.name].get("first") or []:
+                where = {name: first.get(name) for name in ("prompt_id", "turn", "index", "near_tie")}
+                found[task].setdefault((first["prompt_id"], first["turn"]), []).append(where)
+    return found

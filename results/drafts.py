@@ -200,12 +200,12 @@ def measure_pair(target: CachedModel, draft: CachedModel, texts: Sequence[Sequen
     }
 
 
-def questions(target: ModelInfo) -> list[list[int]]:
-    """Questions about paragraphs that no task holds."""
+def questions(target: ModelInfo, raw: bool = False) -> list[list[int]]:
+    """Questions about paragraphs that no task holds; `raw` without the chat template."""
     paragraphs = [" ".join(paragraph.split()) for paragraph in warmup.PROSE.split("\n\n")]
     asked = ("Summarize this in one sentence: ", "Go on with this text: ", "What happens here, and why? ")
     messages = [asked[at % len(asked)] + paragraph for at, paragraph in enumerate(paragraphs)]
-    return [target.codec.render([{"role": "user", "content": text}]).ids for text in messages]
+    return [target.codec.render([{"role": "user", "content": text}], raw).ids for text in messages]
 
 
 def _load() -> dict[str, Any]:

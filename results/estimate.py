@@ -1,4 +1,6 @@
-"""How many machine hours a grid will take, told before it runs: an upper bound, since answers may end early.
+"""How many machine hours a grid will take, told before it runs.
+
+An upper bound where drafts are accepted as often as is assumed, since answers may end early.
 
 From a profile of the target that the cache folder keeps (of this machine, or copied from one of the cluster), else from
 a speed that the user assumes, else not at all: a number out of thin air would be worse than none.
@@ -12,12 +14,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..errors import SpecbenchError
+from ..hardware.devices import named
 from ..models.builtin import cache_folder
-from . import machines
-from .forecasts import FOLDER, Kept, _documents
+from . import machines, servers
+from .forecasts import FOLDER, Kept, documents
 from .listener import Listener
-from .plan import Plan, check
+from .plan import Arm, Plan, check
 from .prepare import Prepared, prepare
 from .records import dumps
 from .run import WARMUP_TOKENS
@@ -81,6 +86,26 @@ class _Reading:
     new: int
 
 
+@dataclass(frozen=True)
+class _Readings:
+    """What an arm reads and writes.
+
+    Attributes:
+        measured: in one repeat.
+        more: in check and trace.
+        warmup: one row of each task's.
+    """
+
+    measured: list[_Reading]
+    more: list[_Reading]
+    warmup: list[_Reading]
+
+    def of(self, arm: Arm, plan: Plan) -> list[_Reading]:
+        """All of it, with as many rows of warm-up as `run` sends."""
+        rows = plan.batch + (plan.batch > 1 and arm.strategy.continuous)
+        return self.measured * plan.repeats + self.more + self.warmup * (plan.warmup * rows)
+
+
 def estimate(cells: Sequence[Cell], tokens_per_s: float | None = None, folder: Path | None = None) -> Estimate:
     """Of the cells that are not done.
 
@@ -89,13 +114,14 @@ def estimate(cells: Sequence[Cell], tokens_per_s: float | None = None, folder: P
         folder: where profiles are kept; by default the cache folder's.
     """
     found = Estimate()
+    profiles = [Kept(document) for document in documents(folder or cache_folder() / FOLDER)]
     known: dict[str, Prepared] = {}
     basis: dict[str, None] = {}
     for cell in cells:
         if cell.state == "done":
             continue
         try:
-            found.cells.append(_cell(cell, tokens_per_s, folder or cache_folder() / FOLDER, known, basis))
+            found.cells.append(_cell(cell, tokens_per_s, profiles, known, basis))
         except SpecbenchError as error:
             found.cells.append(CellTime(cell.name, 0, 0, None))
             basis[f"cannot be told here: {error}"] = None
@@ -104,53 +130,40 @@ def estimate(cells: Sequence[Cell], tokens_per_s: float | None = None, folder: P
 
 
 def _cell(
-    cell: Cell, tokens_per_s: float | None, folder: Path, known: dict[str, Prepared], basis: dict[str, None]
+    cell: Cell, tokens_per_s: float | None, profiles: Sequence[Kept], known: dict[str, Prepared], basis: dict[str, None]
 ) -> CellTime:
     plan = cell.plan
     # Which devices there are is not known here; what is read and written does not depend on them.
     here = dataclasses.replace(plan, place="target=cpu", threads=None, exact=False, tp=1)
     checked = check(here)
-    key = dumps([getattr(plan, name) for name in _OF_THE_WORK])
+    key = dumps([servers.only_servers(checked.arms), *(getattr(plan, name) for name in _OF_THE_WORK)])
     prepared = known[key] if key in known else known.setdefault(key, prepare(checked, Listener()))
-    measured, more = _readings(prepared, plan)
-    arms = [arm.strategy.name for arm in checked.arms]
-    work = measured * plan.repeats + more
-    samples = len(measured) * plan.repeats * len(arms)
-    tokens = sum(one.new for one in work) * len(arms)
-    kept = _profile(prepared, plan, folder) if plan.tp == 1 else None
-    if kept is None and tokens_per_s is None:
-        name = prepared.infos["target"].name
-        why = (
-            f"no profile of {name} in {_dtype(plan)} is kept here; make one with: specbench profile-hardware -t {name}"
-        )
-        basis[f"{why}, or assume a speed with --assume TOK_PER_S"] = None
-        return CellTime(cell.name, samples, tokens, None)
-    if kept is None:
-        assert tokens_per_s is not None
+    readings = _readings(prepared, plan)
+    work = [(arm.strategy.name, readings.of(arm, plan)) for arm in checked.arms]
+    samples = len(readings.measured) * plan.repeats * len(work)
+    tokens = sum(one.new for _, each in work for one in each)
+    kept = _profile(prepared, plan, profiles)
+    if isinstance(kept, str):
+        if tokens_per_s is None:
+            basis[f"{kept}; a speed can be assumed with --assume TOK_PER_S"] = None
+            return CellTime(cell.name, samples, tokens, None)
         basis[f"assuming {tokens_per_s:g} tok/s in every arm, and no time for prompts"] = None
         return CellTime(cell.name, samples, tokens, tokens / tokens_per_s / 3600)
     speeds = _speedups(kept.document)
-    plain = _plain_ms(work, kept, plan.batch)
-    unknown = sorted({arm for arm in arms if arm not in speeds and arm != "autoregressive"})
+    unknown = sorted({arm for arm, _ in work if arm not in speeds and arm != "autoregressive"})
     model = kept.document["models"]["target"]
     hardware = machines.told(kept.document["identity"]["hardware"], int(model["device"].startswith("cuda")))
     said = f"by the profile of {str(kept.document.get('made'))[:10]} ({hardware})"
     said += f", strategies at an acceptance of {ACCEPTANCE}"
     basis[said + (f", {', '.join(unknown)} as slow as plain decoding" if unknown else "")] = None
-    hours = sum(plain / speeds.get(arm, 1.0) for arm in arms) / HOUR_MS
+    hours = sum(_plain_ms(each, kept, plan.batch) / speeds.get(arm, 1.0) for arm, each in work) / HOUR_MS
     return CellTime(cell.name, samples, tokens, hours)
 
 
-def _dtype(plan: Plan) -> str:
-    if plan.dtype != "auto":
-        return plan.dtype
-    return "bfloat16" if "cuda" in plan.place.lower() else "float32"
-
-
-def _readings(prepared: Prepared, plan: Plan) -> tuple[list[_Reading], list[_Reading]]:
-    """What one arm reads and writes: once in a repeat; and besides, in warm-up, check and trace."""
+def _readings(prepared: Prepared, plan: Plan) -> _Readings:
     measured: list[_Reading] = []
     more: list[_Reading] = []
+    warmup: list[_Reading] = []
     firsts: dict[str, list[_Reading]] = {}
     for turn in prepared.first_turns:
         if turn.error is not None:
@@ -161,28 +174,39 @@ def _readings(prepared: Prepared, plan: Plan) -> tuple[list[_Reading], list[_Rea
             measured.append(_Reading(length, turn.max_new_tokens))
         firsts.setdefault(turn.task, []).append(_Reading(len(turn.ids), turn.max_new_tokens))
     for readings in firsts.values():
-        middle = sorted(reading.prompt for reading in readings)[len(readings) // 2]
-        more += [_Reading(middle, WARMUP_TOKENS)] * (plan.warmup * plan.batch)
+        middle = int(np.median([reading.prompt for reading in readings]))
+        warmup.append(_Reading(middle, WARMUP_TOKENS))
         more += readings[: plan.trace * plan.batch]
     if len(measured) > 1:
         more += next(iter(firsts.values()))[: plan.batch]
-    return measured, more
+    return _Readings(measured, more, warmup)
 
 
-def _profile(prepared: Prepared, plan: Plan, folder: Path) -> Kept | None:
+def _profile(prepared: Prepared, plan: Plan, profiles: Sequence[Kept]) -> Kept | str:
     """Of the same target in the same dtype on the same kind of device: one of the same runtime rather than another, a
-    full one rather than a quick one, the latest."""
-    info, kind = prepared.infos["target"], "cuda" if "cuda" in plan.place.lower() else "cpu"
+    full one rather than a quick one, the latest. Where there is none, the reason."""
+    if servers.only_servers(prepared.checked.arms):
+        return "how fast a server is stands in no profile"
+    if plan.tp > 1:
+        return f"profiles are of a target on one device, and this one is in {plan.tp} parts"
+    info, device = prepared.infos["target"], dict(named(plan.place.lower())).get("target", "cpu")
+    kind = "cuda" if device.startswith("cuda") else "cpu"
+    auto = "bfloat16" if kind == "cuda" else "float32"
+    dtype = prepared.quant("target") or (auto if plan.dtype == "auto" else plan.dtype)
     runtime = prepared.runtimes["target"]
     found = []
-    for document in _documents(folder):
+    for kept in profiles:
+        document = kept.document
         model = document["models"].get("target") or {}
-        same = (model.get("fingerprint"), model.get("dtype")) == (info.fingerprint, _dtype(plan))
+        same = (model.get("fingerprint"), model.get("dtype")) == (info.fingerprint, dtype)
+        same = same and bool(document["identity"].get("exact")) == plan.exact
         if same and str(model.get("device")).startswith(kind):
-            found.append(
-                (model.get("runtime") == runtime, not document.get("quick"), str(document.get("made")), document)
-            )
-    return Kept(max(found, key=lambda one: one[:3])[3]) if found else None
+            rank = model.get("runtime") == runtime, not document.get("quick"), str(document.get("made"))
+            found.append((rank, kept))
+    if found:
+        return max(found, key=lambda one: one[0])[1]
+    what = f"{info.name} in {dtype}{', exact,' if plan.exact else ''}"
+    return f"no profile of {what} is kept here; make one with: specbench profile-hardware -t {info.name}"
 
 
 def _plain_ms(work: Sequence[_Reading], kept: Kept, batch: int) -> float:

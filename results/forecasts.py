@@ -17,6 +17,7 @@ from typing import Any
 
 from ..models.builtin import cache_folder
 from ..models.cost_curve import CostCurve
+from . import metrics
 from .metrics import Drafting
 from .prediction import Asked, Prices, Work, replay
 from .records import Sample
@@ -82,7 +83,7 @@ def find(manifest: Mapping[str, Any], folder: Path | None = None) -> Kept | None
         return None
     arms = [roles for arm in manifest.get("arms") or [] if (roles := arm.get("roles"))]
     found: list[tuple[tuple[Any, ...], Kept]] = []
-    for document in _documents(folder or cache_folder() / FOLDER):
+    for document in documents(folder or cache_folder() / FOLDER):
         if bool(document["identity"].get("exact")) != bool((manifest.get("plan") or {}).get("exact")):
             continue
         kept = Kept(document, tuple(_differences(document, manifest)))
@@ -93,7 +94,7 @@ def find(manifest: Mapping[str, Any], folder: Path | None = None) -> Kept | None
     return max(found, key=lambda one: one[0])[1] if found else None
 
 
-def _documents(folder: Path) -> Iterable[dict[str, Any]]:
+def documents(folder: Path) -> Iterable[dict[str, Any]]:
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
@@ -134,7 +135,7 @@ def speedup(
     manifest: Mapping[str, Any],
     drafting: Drafting,
     samples: int,
-    asked: Asked,
+    told: Iterable[tuple[Steps, Levels | None]],
     tasks: Collection[str],
 ) -> float | None:
     """Predicted decode speed-up over plain decoding of one arm on some tasks; None where the profile cannot tell.
@@ -143,7 +144,7 @@ def speedup(
         arm: of the manifest.
         drafting: what its measured steps did.
         samples: finished ones.
-        asked: how the draft model was asked in them.
+        told: steps and levels of each, see `asked`.
     """
     roles = arm.get("roles") or {}
     if arm.get("engine", "specbench") != "specbench" or not roles or not samples:
@@ -156,9 +157,22 @@ def speedup(
     levels = level_roles(arm, len(drafting.levels))
     if levels is None:
         return None
-    work = Work(drafting, samples, asked, sum(lengths) / len(lengths), levels)
-    found = replay(arm.get("strategy", ""), work, kept.prices)
+    strategy = arm.get("strategy", "")
+    work = Work(drafting, samples, asked(strategy, drafting, samples, told), sum(lengths) / len(lengths), levels)
+    found = replay(strategy, work, kept.prices)
     return found[0] / found[1] if found else None
+
+
+def replayed(arm: Mapping[str, Any], samples: Sequence[Sample], prices: Prices) -> tuple[float, float] | None:
+    """Milliseconds of plain decoding and of an arm (its `strategy`, `roles`, `options`) for what its samples did."""
+    drafting = metrics.drafting(samples)
+    levels = level_roles(arm, len(drafting.levels))
+    if levels is None:
+        return None
+    told = ((steps_of(sample), sample.levels) for sample in samples)
+    ran = asked(arm["strategy"], drafting, len(samples), told)
+    length = sum(sample.prompt_tokens for sample in samples) / len(samples)
+    return replay(arm["strategy"], Work(drafting, len(samples), ran, length, levels), prices)
 
 
 def level_roles(arm: Mapping[str, Any], count: int) -> list[str | None] | None:

@@ -18,6 +18,8 @@ from .records import Sample
 # Relative to the largest logit: some units in the last place, as many as the sums of a deep model lose.
 TOLERANCE = {"float32": 2.0**-15, "float16": 2.0**-8, "bfloat16": 2.0**-6}
 
+_COUNTS = ("exact", "near_tie", "different", "compared")
+
 
 @dataclass(frozen=True)
 class Divergence:
@@ -81,9 +83,7 @@ def report(
             reference = base.get((sample.task, sample.prompt_id, sample.prompt_hash, sample.turn, sample.repeat))
             if reference is None:
                 continue
-            counts = result.setdefault(sample.task, {}).setdefault(
-                arm, {"exact": 0, "near_tie": 0, "different": 0, "compared": 0, "first": []}
-            )
+            counts = result.setdefault(sample.task, {}).setdefault(arm, dict.fromkeys(_COUNTS, 0) | {"first": []})
             counts["compared"] += 1
             if as_text and arm in as_text:
                 reference = replace(reference, token_ids=as_text[arm](reference.token_ids))
@@ -106,6 +106,14 @@ def _count(counts: dict[str, Any], reference: Sample, sample: Sample, judge: Jud
     found = judge(reference, at, reference.token_ids[at], sample.token_ids[at])
     counts["near_tie" if found.near_tie else "different"] += 1
     counts["first"].append({**where, "top_gap": found.top_gap, "gap": found.gap, "near_tie": found.near_tie})
+
+
+def added(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Reports of an arm added up: counts summed, `first` joined, `text_only` where one of them is."""
+    reports = list(reports)
+    counts = {name: sum(one.get(name) or 0 for one in reports) for name in _COUNTS}
+    text_only = {"text_only": True} if any(one.get("text_only") for one in reports) else {}
+    return counts | text_only | {"first": [first for one in reports for first in one.get("first") or []]}
 
 
 def violations(found: dict[str, Any] | None) -> list[str]:

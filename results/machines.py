@@ -1,9 +1,12 @@
-"""Whether two sessions ran on the same kind of machine: their times may stand in one row only if they did."""
+"""Whether two sessions ran on the same kind of machine: their times may stand in one row only if they did.
+
+Left out are the versions of packages, which `merge` looks at itself, and the size of the main memory.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _SAME = ("cpu", "architecture", "physical_cores", "cgroup_cpu_limit")
@@ -32,10 +35,18 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[
 def told(environment: Mapping[str, Any], gpus: int = 0) -> str:
     """In a few words: the first so many GPUs by name, else the processor and how many of its cores there are."""
     names = [str(gpu.get("name")) for gpu in environment.get("gpus") or []][:gpus]
-    if names:
-        return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    cores = environment.get("physical_cores")
-    return f"{environment.get('cpu')} ({cores} core{'' if cores == 1 else 's'})"
+    return ", ".join(counted(names)) or processor(environment)
+
+
+def counted(names: Sequence[str]) -> list[str]:
+    """Each name once; `2 x NAME` where it occurs more often."""
+    return [f"{names.count(name)} x {name}" if names.count(name) > 1 else name for name in dict.fromkeys(names)]
+
+
+def processor(environment: Mapping[str, Any]) -> str:
+    """The processor and how many of its cores there are, as far as both are known."""
+    name, cores = str(environment.get("cpu") or "unknown processor"), environment.get("physical_cores")
+    return f"{name} ({cores} core{'' if cores == 1 else 's'})" if cores else name
 
 
 def _told(value: Any) -> str:

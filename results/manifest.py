@@ -14,7 +14,6 @@ from .. import __version__
 from ..errors import RunFolderError
 from ..hardware import environment
 from ..models.base import CachedModel
-from ..models.endpoint import Server
 from ..strategies.base import Strategy
 from .plan import to_json
 from .prepare import Prepared
@@ -41,8 +40,7 @@ def redact(word: str) -> str:
 def new_manifest(prepared: Prepared, argv: Sequence[str]) -> dict[str, Any]:
     """All that is known before a model is loaded; `docs/files.md` describes every field."""
     plan, infos = prepared.plan, prepared.infos
-    arms = prepared.checked.arms
-    reference = BASELINE if any(arm.name == BASELINE for arm in arms) else arms[0].name
+    arms, reference = prepared.checked.arms, prepared.checked.reference
     settings = {name: getattr(plan, name) for name in _SETTINGS}
     several_turns = any(len(prompt.turns) > 1 for _, prompt in prepared.prompts)
     return {
@@ -127,8 +125,8 @@ def describe_arm(
     """An arm as it really runs, once its models are loaded."""
     placement, roles = prepared.checked.placement, {}
     for role, model in models.items():
-        if isinstance(model, Server):
-            roles[role] = model.record()
+        if (told := model.record()) is not None:
+            roles[role] = told
             continue
         device = placement.of(role)
         roles[role] = {

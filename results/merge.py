@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,10 +19,10 @@ from typing import Any
 
 from .. import __version__
 from ..errors import MeasurementError, RunFolderError, UsageError
-from . import machines
+from . import lossless, machines
 from .manifest import now
 from .records import MANIFEST, SAMPLES, RunFolder, Sample, dumps, write_atomically
-from .runs import SWEEP, _cells, _is_sweep, _short_names
+from .runs import SWEEP, folders, short_names, spelled
 from .summary import summarise
 from .sweep import SCHEMA
 from .tables import EXPORTS, write_exports
@@ -108,15 +107,10 @@ def merge(out: Path, paths: Sequence[Path], apart: bool = False) -> Merged:
 
 def read(paths: Iterable[Path]) -> list[Part]:
     """Run folders, and the cells of sweeps. Raises RunFolderError, and UsageError for a folder that is named twice."""
-    folders: list[tuple[Path, str | None]] = []
-    for path in paths:
-        folders += [(cell, cell.name) for cell in _cells(path)] if _is_sweep(path) else [(path, None)]
-    real = [folder.resolve() for folder, _ in folders]
-    if twice := [folder for folder, _ in folders if real.count(folder.resolve()) > 1]:
-        raise UsageError(f"{twice[0]}: named twice; its records would count twice")
-    names = _short_names([folder for folder, _ in folders])
+    found = folders(paths, "its records would count twice")
+    names = short_names([path for path, _ in found])
     parts = []
-    for (path, cell), name in zip(folders, names, strict=True):
+    for (path, cell), name in zip(found, names, strict=True):
         folder = RunFolder(path)
         manifest, samples = folder.manifest(), folder.samples()
         if not manifest.get("arms") or not samples:
@@ -153,7 +147,7 @@ def differences(one: Part, other: Part) -> list[tuple[str, str, str]]:
     found = machines.differences(one.environment, other.environment)
     ours, theirs = _facts(one), _facts(other)
     found += [
-        (name, _told(ours.get(name)), _told(theirs.get(name)))
+        (name, spelled(ours.get(name)), spelled(theirs.get(name)))
         for name in dict.fromkeys([*ours, *theirs])
         if ours.get(name) != theirs.get(name)
     ]
@@ -189,11 +183,6 @@ def _other_prompts(one: Part, other: Part) -> list[tuple[str, str, str]]:
 
 def _hashes(part: Part) -> dict[tuple[str, str], str]:
     return {(prompt["task"], prompt["id"]): prompt["hash"] for prompt in part.manifest.get("prompts") or []}
-
-
-def _told(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 # --- one run of several ----------------------------------------------------------------------------------------------
@@ -243,7 +232,8 @@ def _refuse_copies(parts: Sequence[Part]) -> None:
 def _manifest(parts: Sequence[Part], repeats: int) -> dict[str, Any]:
     """Of the first, with what the others add to it."""
     first, all_of = parts[0].manifest, [part.manifest for part in parts]
-    found = json.loads(dumps(first))
+    found = dict(first)
+    found.pop("executor", None)  # of a run, not of the whole: see `_origin`
     prompts = {(one["task"], one["id"]): one for each in all_of for one in each.get("prompts") or []}
     found["prompts"] = list(prompts.values())
     tasks = list(dict.fromkeys(task for each in all_of for task in (each.get("plan") or {}).get("task") or ()))
@@ -278,16 +268,14 @@ def _largest(peaks: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 def _lossless(reports: Iterable[dict[str, Any] | None]) -> dict[str, Any] | None:
     """Counts added up; None where one run has no report, since its outputs were never compared."""
-    found: dict[str, Any] = {}
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for report in reports:
         if report is None:
             return None
         for task, arms in report.items():
             for arm, counts in arms.items():
-                whole = found.setdefault(task, {}).setdefault(arm, dict.fromkeys(counts, 0) | {"first": []})
-                for name, value in counts.items():
-                    whole[name] = whole[name] + value
-    return found
+                found.setdefault(task, {}).setdefault(arm, []).append(counts)
+    return {task: {arm: lossless.added(each) for arm, each in arms.items()} for task, arms in found.items()}
 
 
 def _origin(part: Part) -> dict[str, Any]:

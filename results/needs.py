@@ -6,12 +6,14 @@ machine that hands it out.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ModelError
+from ..hardware.devices import named
 from ..models.info import parameters_in
 from ..models.specs import ModelSpec, parse
 from .plan import Plan
@@ -49,10 +51,7 @@ class Needs:
 
 def needs(plan: Plan) -> Needs:
     """Of one cell. Reads headers of model files that are on this machine, and asks nobody else."""
-    roles: dict[str, str] = {"target": "cpu"}
-    for part in filter(None, re.split(r",(?=\s*[a-z]+\d*\s*=)", plan.place.strip().lower())):
-        role, equals, device = part.partition("=")
-        roles[role.strip() if equals else "target"] = (device if equals else role).strip()
+    roles = {"target": "cpu"} | dict(named(plan.place.lower()))
     last = [_last_gpu(device) for device in roles.values()]
     if roles["target"].startswith("cuda"):  # a target in parts takes the GPUs after its first one
         last.append(_last_gpu(roles["target"]) + plan.tp - 1)
@@ -74,8 +73,10 @@ def _memory(plan: Plan) -> int:
     return 1 << (least - 1).bit_length()
 
 
+@functools.cache
 def parameters(name: str) -> int | None:
-    """How many weights a model has, as far as this machine can tell without loading or fetching anything."""
+    """How many weights a model has, as far as this machine can tell without loading or fetching anything; looked up
+    once, since many cells have the same models."""
     try:
         spec = parse(name)
     except ModelError:  # a path of the nodes, perhaps

@@ -227,6 +227,14 @@ class Checked:
     notes: tuple[str, ...] = ()
 
     @property
+    def reference(self) -> str:
+        """The arm that tokens are compared with, and whose answers later turns follow: the baseline, else the first one
+        that has ids of its own, else the first."""
+        names = [arm.name for arm in self.arms]
+        with_ids = [arm.name for arm in self.arms if not arm.strategy.sends_text]
+        return BASELINE if BASELINE in names else (with_ids or names)[0]
+
+    @property
     def roles(self) -> set[str]:
         return {role for arm in self.arms for role in self.roles_of(arm)}
 
@@ -377,7 +385,7 @@ def _check_roles(checked: Checked) -> None:
         if arm.strategy.needs_packed and plan.runtime_of("target") == "transformers":
             asked = f"--tp {plan.tp}" if plan.tp > 1 else "--runtime transformers"
             raise UsageError(f"{arm.name}: needs the packed runtime, not {asked}")
-        if arm.engine != "specbench" and plan.tp > 1:
+        if arm.engine != "specbench" and not arm.strategy.sends_text and plan.tp > 1:
             raise UsageError(
                 f"{arm.name}: runs {arm.engine}' own loop, in one process; leave it out, or leave --tp {plan.tp} out"
             )

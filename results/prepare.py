@@ -123,6 +123,7 @@ def prepare(checked: Checked, listener: Listener) -> Prepared:
     for arm in checked.arms:
         arm.strategy.reach(arm.options)
     specs = {"target": plan.target, **plan.drafts}
+    only_servers = servers.only_servers(checked.arms)
     infos = {}
     for role in (role for role in specs if role in checked.roles):
         name = specs[role]
@@ -133,7 +134,7 @@ def prepare(checked: Checked, listener: Listener) -> Prepared:
         else:
             options = plan.draft_options(role)
             infos[role] = describe_draft(spec, infos["target"], role, options, plan.draft_quant, listener.note)
-        if not servers.only_servers(checked.arms):
+        if not only_servers:
             check_cache(infos[role])
         if role == "target":
             check_ranks(infos[role], plan.tp)
@@ -151,7 +152,7 @@ def prepare(checked: Checked, listener: Listener) -> Prepared:
     prepared = Prepared(checked, infos, codec, vocab_size, prompts, turns, _dtype(plan, checked))
     for draft in (info for role, info in infos.items() if role != "target"):
         prepared.vocab_size = min(prepared.vocab_size, check_pair(target, draft, prepared.needed_tokens))
-    for role, info in infos.items() if not servers.only_servers(checked.arms) else ():
+    for role, info in infos.items() if not only_servers else ():
         device = checked.placement.of(role).torch_name
         asked = plan.runtime_of(role)
         packed = check_runtime(info, device, prepared.dtype, asked, prepared.quant(role), plan.exact)

@@ -29,7 +29,7 @@ from .manifest import now
 from .needs import Needs, needs
 from .ray_driver import Mine, first_line, interrupts, reach
 from .ray_worker import Job, Seat, Worker
-from .sweep import Cell, _models
+from .sweep import Cell
 
 INSTALL = 'pip install "specbench-llm[ray]"'
 MOST_LOST = 3  # workers that one cell may take with it
@@ -50,6 +50,8 @@ class RayExecutor:
     Raises:
         UsageError: Ray is not installed, or the address is none.
     """
+
+    elsewhere = True
 
     def __init__(self, address: str = "auto", hardware: str | None = None) -> None:
         if importlib.util.find_spec("ray") is None:
@@ -81,7 +83,6 @@ class _Task:
 
     cell: Cell
     needs: Needs
-    models: tuple[Any, ...]
     lost: int = 0
 
 
@@ -120,7 +121,7 @@ class _Grid:
 
     def __init__(self, cells: Sequence[Cell], listener: Listener, argv: Sequence[str], hardware: str | None) -> None:
         self.listener, self.argv, self.hardware = listener, tuple(argv), hardware
-        self.waiting = [_Task(cell, needs(cell.plan), _models(cell)) for cell in cells]
+        self.waiting = [_Task(cell, needs(cell.plan)) for cell in cells]
         self.total, self.ended, self.failed = len(cells), 0, 0
         self.hands: list[_Hand] = []
         self.machines: dict[str, _Seats] = {}
@@ -337,13 +338,14 @@ class _Grid:
         fitting = [task for task in self.waiting if task.needs == hand.needs]
         here = [task for task in fitting if CellFolder.fits(task.cell, hand.environment or {})]
         fitting = here or fitting
-        same = [task for task in fitting if task.models == hand.models]
+        same = [task for task in fitting if task.cell.models == hand.models]
         if same or not fitting:
             return same[0] if same else None
 
         def waiting_per_worker(task: _Task) -> float:
-            at_it = sum(other.models == task.models for other in self.hands)
-            return sum(other.models == task.models for other in fitting) / (1 + at_it)
+            models = task.cell.models
+            at_it = sum(hand.models == models for hand in self.hands)
+            return sum(other.cell.models == models for other in fitting) / (1 + at_it)
 
         return max(fitting, key=waiting_per_worker)
 
@@ -355,7 +357,7 @@ class _Grid:
         folder = CellFolder(cell, hand.environment, attempt, self.listener)
         manifest, samples = folder.content()
         job = Job(cell.name, plan, self.argv, manifest, samples)
-        hand.task, hand.folder, hand.models = task, folder, task.models
+        hand.task, hand.folder, hand.models = task, folder, cell.models
         hand.stream = hand.actor.run.options(num_returns="streaming").remote(job)
         self._show()
 

@@ -65,7 +65,8 @@ class Job:
     """A cell as it goes to a worker.
 
     Attributes:
-        plan: with `resume` where something of the cell is there already: `manifest` and `samples` of its folder.
+        plan: but for `out` and `resume`, which are the worker's.
+        manifest, samples: what is there of the cell already, and is gone on with; None and nothing for a new one.
     """
 
     name: str
@@ -153,8 +154,6 @@ class Worker:
                 courier.knows(job.manifest, len(job.samples))
             cell = Cell(job.name, {}, replace(job.plan, out=folder.path, resume=job.manifest is not None))
             run_cell(cell, courier, job.argv, self.shelf)
-            if cell.state == "failed":
-                self.shelf.close()
             courier.ship_all()
             send("end", (cell.state, cell.error, cell.problems))
         finally:

@@ -7,6 +7,8 @@ from typing import Any
 
 from .records import Sample
 
+_WORDS = {"draft": "draft", "verify": "verification", "select": "choosing", "follow": "following"}
+
 
 def told(task: str, arm: str, samples: Sequence[Sample]) -> str | None:
     """One sentence about an arm on a task; None for an arm that was not asked to explain itself.
@@ -21,19 +23,12 @@ def told(task: str, arm: str, samples: Sequence[Sample]) -> str | None:
     rounds = sum(one["rounds"] for one in facts)
     if not rounds:
         return None
-    terms = {
-        "draft": _pair(facts, "draft_ms", drafted=True),
-        "verification": _pair(facts, "verify_ms"),
-        "choosing": tuple(
-            sum(one.get(name, 0.0) for one in facts) / rounds for name in ("select_ms", "predicted_select_ms")
-        ),
-        "following": _pair(facts, "follow_ms", drafted=True),
-    }
-    took, predicted = (sum(term[at] for term in terms.values()) for at in range(2))
-    parts = ", ".join(f"{name} {term[0]:.1f} ({term[1]:.1f})" for name, term in terms.items())
-    plain = _mean(facts, "predicted_plain_ms")
-    omega = _mean(facts, "omega", drafted=True) + sum(one["plain_rounds"] for one in facts) / rounds
-    constant = _mean(facts, "constant_ms")
+    measured, said = terms(facts), terms(facts, "predicted_")
+    took, predicted = sum(measured.values()), sum(said.values())
+    parts = ", ".join(f"{word} {measured[name]:.1f} ({said[name]:.1f})" for name, word in _WORDS.items())
+    plain = mean(facts, "predicted_plain_ms")
+    omega = mean(facts, "omega", drafted=True) + sum(one["plain_rounds"] for one in facts) / rounds
+    constant = mean(facts, "constant_ms")
     return (
         f"{task}, {arm}: a round took {took:.1f} ms (predicted {predicted:.1f}): {parts}; it made {omega:.2f} tokens a "
         f"row, and a plain step would take {plain:.1f}: {omega * plain / predicted:.2f}x predicted. Every forward "
@@ -41,12 +36,22 @@ def told(task: str, arm: str, samples: Sequence[Sample]) -> str | None:
     )
 
 
-def _pair(facts: Sequence[dict[str, Any]], name: str, drafted: bool = False) -> tuple[float, float]:
-    """Measured and predicted."""
-    return _mean(facts, name, drafted), _mean(facts, f"predicted_{name}", drafted)
+def terms(facts: Sequence[dict[str, Any]], kind: str = "") -> dict[str, float]:
+    """Milliseconds of a round by its parts, on average; what choosing takes is spread over all rounds.
+
+    Args:
+        facts: of calls that had rounds.
+        kind: `predicted_` for what the cost model says of them.
+    """
+    return {
+        "draft": mean(facts, f"{kind}draft_ms", drafted=True),
+        "verify": mean(facts, f"{kind}verify_ms"),
+        "select": sum(one.get(f"{kind}select_ms", 0.0) for one in facts) / sum(one["rounds"] for one in facts),
+        "follow": mean(facts, f"{kind}follow_ms", drafted=True),
+    }
 
 
-def _mean(facts: Sequence[dict[str, Any]], name: str, drafted: bool = False) -> float:
+def mean(facts: Sequence[dict[str, Any]], name: str, drafted: bool = False) -> float:
     """Over all rounds, of a fact that is a mean over all of them, or over those in which something was drafted."""
     weights = [one["rounds"] - (one["plain_rounds"] if drafted else 0) for one in facts]
     total = sum(one.get(name, 0.0) * weight for one, weight in zip(facts, weights, strict=True))

@@ -38,7 +38,7 @@ from .manifest import check_same_work, describe_arm, different_environment, new_
 from .measure import Call, Ending, Outcome, measure
 from .plan import Arm, Plan, check, to_json
 from .prepare import Prepared, Turn, prepare
-from .records import BASELINE, SAMPLES, RunFolder, Sample, SampleWriter
+from .records import SAMPLES, RunFolder, Sample, SampleWriter
 from .summary import Summary, summarise
 from .tables import EXPORTS, write_exports
 
@@ -195,8 +195,7 @@ class _Run:
         self.old: dict[str, Any] = {}  # the manifest of a run to resume
         self.done: dict[tuple, Sample] = {}
         self.writer: SampleWriter | None = None
-        names = [arm.name for arm in prepared.checked.arms]
-        self.reference = BASELINE if BASELINE in names else names[0]
+        self.reference = prepared.checked.reference
         self.drain = drain_for([prepared.checked.placement.of("target").torch_name])
 
     # The whole
@@ -300,7 +299,7 @@ class _Run:
             if self._comparable():
                 self.listener.stage("comparing outputs")
                 arms = {arm.name: arm.strategy for arm in self.arms if arm.strategy.lossless}
-                as_text = {name: strategy.reread for name, strategy in arms.items() if strategy.sends_text}
+                as_text = {name: self._reread(strategy) for name, strategy in arms.items() if strategy.sends_text}
                 names = [name for name in arms if name not in as_text or self.sampling.greedy]
                 self.turns = self._turns_by_hash()
                 known = [sample for sample in samples if sample.prompt_hash in self.turns]
@@ -318,6 +317,10 @@ class _Run:
     def _comparable(self) -> bool:
         """Token by token: always when greedy, and under the coupled rule at any temperature."""
         return self.sampling.greedy or self.sampling.verify == "coupled"
+
+    def _reread(self, strategy: Strategy) -> lossless.Reread:
+        """Ids of ours as they are read back from an engine that sends text."""
+        return lambda ids: strategy.read(self.prepared.codec.decode(ids), None)
 
     def _turns_by_hash(self) -> dict[str, Turn]:
         """Every turn that was asked, later ones rendered from the answers on record."""
@@ -356,7 +359,10 @@ class _Run:
         for arm in self.arms:
             self.listener.stage(f"preparing {arm.name}")
             arm.strategy.prepare(self.plan.batch, self.prepared.needed_tokens)
-            arm.strategy.practise(drafts.questions(self.prepared.infos["target"]))
+        learners = [arm.strategy for arm in self.arms if type(arm.strategy).practise is not Strategy.practise]
+        questions = drafts.questions(self.prepared.infos["target"], self.plan.raw) if learners else []
+        for strategy in learners:
+            strategy.practise(questions)
         self.manifest["arms"] = [describe_arm(self.prepared, arm.name, arm.strategy, arm.models) for arm in self.arms]
 
     def _at_hand(self, role: str, arm: Arm) -> bool:
@@ -372,16 +378,17 @@ class _Run:
         placement, apart = self.prepared.checked.placement, self.prepared.checked.in_worker(arm, role)
         ranks = placement.ranks if role == "target" else ()
         engine = "worker" if apart else arm.engine
-        if role == "target" and (role, engine) not in self.models:
-            own = arm.strategy.model_of_its_own(self.prepared.infos[role], arm.options)
-            if own is not None:
-                self.models[role, engine] = own
         if engine == "transformers":
             ours = self.models.get((role, "specbench"))
             if ours is not None and ours.runtime == "transformers":
                 return ours
         if (role, engine) not in self.models:
-            info, start = self.prepared.infos[role], self.clock.now()
+            info = self.prepared.infos[role]
+            own = arm.strategy.model_of_its_own(info, arm.options) if role == "target" else None
+            if own is not None:
+                self.models[role, engine] = own
+                return own
+            start = self.clock.now()
             whose = {"transformers": " for transformers", "worker": f" in a worker on {placement.of(role)}"}
             shared = f" on {len(ranks)} ranks" if ranks else ""
             self.listener.stage(f"loading {role} {info.name}{whose.get(engine, shared)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,16 +60,12 @@ def load(paths: Sequence[Path]) -> list[Run]:
 
     Raises:
         RunFolderError: one clear line for a folder that is missing, empty, foreign, broken or of a newer schema.
+        UsageError: a folder that is named twice.
     """
-    folders: list[Path] = []
-    for path in paths:
-        folders += _cells(path) if _is_sweep(path) else [path]
-    twice = {path for path in folders if [other.resolve() for other in folders].count(path.resolve()) > 1}
-    if twice:
-        raise UsageError(f"{min(twice)}: named twice; a run cannot be compared with itself")
+    found = [path for path, _ in folders(paths, "a run cannot be compared with itself")]
     names: dict[str, Names] = {}
     runs = []
-    for path, name in zip(folders, _short_names(folders), strict=True):
+    for path, name in zip(found, short_names(found), strict=True):
         folder = RunFolder(path)
         manifest = folder.manifest()
         _check_shape(folder, manifest)
@@ -79,21 +75,45 @@ def load(paths: Sequence[Path]) -> list[Run]:
     return runs
 
 
-def _is_sweep(path: Path) -> bool:
+def folders(paths: Iterable[Path], twice: str) -> list[tuple[Path, str | None]]:
+    """Run folders, each with its name among the cells of the sweep that it was found in; None for one of its own.
+
+    Args:
+        twice: why none may be named twice.
+
+    Raises:
+        RunFolderError: a sweep without a cell.
+        UsageError: a folder that is named twice.
+    """
+    found: list[tuple[Path, str | None]] = []
+    for path in paths:
+        found += [(cell, cell.name) for cell in cells(path)] if is_sweep(path) else [(path, None)]
+    seen: set[Path] = set()
+    for path, _ in found:
+        real = path.resolve()
+        if real in seen:
+            raise UsageError(f"{path}: named twice; {twice}")
+        seen.add(real)
+    return found
+
+
+def is_sweep(path: Path) -> bool:
+    """Whether a folder holds runs rather than being one."""
     try:
         return (path / SWEEP).is_file()
     except OSError:  # a folder that may not be entered; reading its manifest says so
         return False
 
 
-def _cells(path: Path) -> list[Path]:
+def cells(path: Path) -> list[Path]:
+    """Run folders of a sweep. Raises RunFolderError where there is none."""
     found = sorted(folder.parent for folder in path.glob("*/manifest.json") if RunFolder(folder.parent).exists())
     if not found:
         raise RunFolderError(f"{path}: a sweep without a finished cell")
     return found
 
 
-def _short_names(paths: Sequence[Path]) -> list[str]:
+def short_names(paths: Sequence[Path]) -> list[str]:
     """The last part of each path; as many parts as it takes to tell them apart."""
     parts = [path.resolve().parts for path in paths]
     for length in range(1, max(map(len, parts), default=0) + 1):
@@ -177,13 +197,14 @@ def differing_facts(facts: Sequence[dict[str, Any]]) -> list[tuple[str, tuple[st
     """Names and values of the facts that are not the same in all."""
     found = []
     for name in dict.fromkeys(name for one in facts for name in one):
-        values = tuple(_spelled(one.get(name)) for one in facts)
+        values = tuple(spelled(one.get(name)) for one in facts)
         if len(set(values)) > 1 and name not in _UNTOLD:
             found.append((name, values))
     return found
 
 
-def _spelled(value: Any) -> str:
+def spelled(value: Any) -> str:
+    """A setting or a fact in a line of text; a long one is cut short."""
     if value is None or value == [] or value == "":
         return "none"
     text = value if isinstance(value, str) else json.dumps(value, default=str)

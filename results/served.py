@@ -56,9 +56,9 @@ def tell_drafting(row: Row, samples: Sequence[Sample]) -> None:
 
 
 def title(name: str, arm: dict[str, Any]) -> str:
-    """`endpoint: llama-2-7b at 127.0.0.1:8080, an engine of its own; HTTP is in its times, ...`"""
+    """`endpoint: llama-2-7b at 127.0.0.1:8080, another engine; HTTP is in its times, ...`"""
     facts = (arm.get("roles") or {}).get("target") or {}
-    where = f"{facts['served']} at {facts['device']}" if facts.get("served") else "a server"
+    where = f"{facts['served']} at {facts.get('host')}" if facts.get("served") else "a server"
     form = {"ids": ", prompts sent as token ids", "text": ", prompts sent as text"}.get(str(facts.get("prompts")), "")
     return f"{name}: {where}, another engine; HTTP is in its times, its tokens are those of its text{form}"
 

@@ -45,7 +45,11 @@ def expand(
             f"{shown}: a server is a run of its own, without {what}; to have both in one table, name a model with "
             f"--target and add --strategy {NAME} --option {NAME}.url=URL"
         )
-    spelled.setdefault(NAME, {}).update({"url": url} | ({"model": model} if model else {}))
+    said = {"url": url} | ({"model": model} if model else {})
+    other = spelled.get(NAME, {})
+    if twice := [f"--option {NAME}.{key}" for key in said if other.get(key, said[key]) != said[key]]:
+        raise UsageError(f"{shown}: says already what {' and '.join(twice)} would; leave out one of them")
+    spelled.setdefault(NAME, {}).update(said)
     return settings | {"target": tokenizer, "strategy": (NAME,), "baseline": False}, spelled
 
 
@@ -54,6 +58,11 @@ def check(plan: Plan, arms: Sequence[Arm]) -> None:
     served = [arm.name for arm in arms if arm.strategy.sends_text]
     if served and plan.ignore_eos:
         raise UsageError(f"{', '.join(served)}: a server ends its answers by itself; leave --ignore-eos out")
+    if plan.tp > 1 and only_servers(arms):
+        raise UsageError(
+            f"{', '.join(served)}: --tp {plan.tp} shares a target of ours among ranks, and here a server computes it, "
+            "on as many GPUs as it was started with; leave --tp out"
+        )
 
 
 def only_servers(arms: Sequence[Arm]) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import MeasurementError, RunFolderError
-from . import choices, forecasts, metrics, rounds, served, statistics
+from . import choices, forecasts, lossless, machines, metrics, rounds, served, statistics
 from .metrics import Drafting, TimeSplit
 from .records import SCHEMA, Sample, without_collector
 from .statistics import Caution, Pairing, Speedup
@@ -221,9 +221,8 @@ def _notes(
             continue
         tasks, drafting = {sample.task for sample in samples}, cells[row.task, row.arm].drafting
         told = ((forecasts.steps_of(sample), sample.levels) for sample in samples)
-        asked = forecasts.asked(row.strategy, drafting, len(samples), told)
         row.profile_decode_speedup = forecasts.speedup(
-            kept, arms[row.arm], manifest, drafting, len(samples), asked, tasks
+            kept, arms[row.arm], manifest, drafting, len(samples), told, tasks
         )
     if kept and any(row.profile_decode_speedup for row in rows):
         found.append(kept.note)
@@ -440,13 +439,7 @@ def _exactness(task: str, arm: str, manifest: dict[str, Any]) -> dict[str, Any] 
     if task != ALL_TASKS:
         return (report.get(task) or {}).get(arm)
     found = [arms[arm] for arms in report.values() if arms and arm in arms]
-    if not found:
-        return None
-    total: dict[str, Any] = {
-        name: sum(one.get(name) or 0 for one in found) for name in ("exact", "near_tie", "different", "compared")
-    }
-    text_only = {"text_only": True} if any(one.get("text_only") for one in found) else {}
-    return total | text_only | {"first": [first for one in found for first in one.get("first") or []]}
+    return lossless.added(found) if found else None
 
 
 def _exactness_cautions(
@@ -535,8 +528,8 @@ def _title(manifest: dict[str, Any], arms: dict[str, dict[str, Any]]) -> list[st
     lines = [", ".join(part for part in parts if part)]
     lines += [f"{role}: {', '.join(models)}" for role, models in drafts.items() if models]
     lines += [served.title(name, arm) for name, arm in arms.items() if served.is_served(arm)]
-    peers = [name for name, arm in arms.items() if arm.get("engine", "specbench") != "specbench"]
-    peers = [name for name in peers if not served.is_served(arms[name])]
+    others = {name: arm for name, arm in arms.items() if arm.get("engine", "specbench") != "specbench"}
+    peers = [name for name, arm in others.items() if not served.is_served(arm)]
     lines += [f"{', '.join(peers)}: another library's own decoding loop under the same clock"] if peers else []
     lines.append(_decoding(settings))
     replayed = manifest.get("replayed_answers_of")
@@ -559,11 +552,9 @@ def hardware(environment: dict[str, Any], arms: dict[str, dict[str, Any]]) -> st
         return served.HARDWARE
     used = {device for arm in arms.values() for device in metrics.devices(arm)}
     names = [gpu.get("name", gpu["device"]) for gpu in environment.get("gpus") or [] if gpu.get("device") in used]
-    found = [f"{names.count(name)} x {name}" if names.count(name) > 1 else name for name in dict.fromkeys(names)]
-    cpu = environment.get("cpu")
-    if cpu and (not found or any(device.startswith("cpu") for device in used)):
-        cores = environment.get("physical_cores")
-        found.append(f"{cpu} ({cores} core{'' if cores == 1 else 's'})" if cores else str(cpu))
+    found = machines.counted(names)
+    if environment.get("cpu") and (not found or any(device.startswith("cpu") for device in used)):
+        found.append(machines.processor(environment))
     return " + ".join(found)
 
 

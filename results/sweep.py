@@ -70,6 +70,11 @@ class Cell:
         assert self.plan.out is not None
         return self.plan.out
 
+    @property
+    def models(self) -> tuple[Any, ...]:
+        """Equal for cells that need the same models, loaded in the same way."""
+        return tuple(getattr(self.plan, name, None) for name in _MODEL_AXES)
+
     def record(self) -> dict[str, Any]:
         found = {"name": self.name, "settings": self.settings, "state": self.state, "error": self.error,
                  "problems": self.problems}  # fmt: skip
@@ -77,7 +82,13 @@ class Cell:
 
 
 class Executor(Protocol):
-    """Who runs the cells. Their folders are where the results are: what comes back says only how it ended."""
+    """Who runs the cells. Their folders are where the results are: what comes back says only how it ended.
+
+    Attributes:
+        elsewhere: whether other machines run them, and know better than this one which devices there are.
+    """
+
+    elsewhere: bool = False
 
     def run(self, cells: Sequence[Cell], listener: Listener, argv: Sequence[str]) -> Iterator[Cell]:
         """Runs every cell, in any order, and yields each as soon as it has ended, with its `state`, `error` and
@@ -128,8 +139,8 @@ def cells(base: Plan, grid: Mapping[str, Sequence[Any]], out: Path) -> list[Cell
         folder = RunFolder(out / name)
         cell.name = name
         cell.plan = dataclasses.replace(cell.plan, out=folder.path, resume=folder.exists(), overwrite=False)
-    order = {model: number for number, model in enumerate(dict.fromkeys(map(_models, made)))}
-    return sorted(made, key=lambda cell: order[_models(cell)])
+    order = {models: number for number, models in enumerate(dict.fromkeys(cell.models for cell in made))}
+    return sorted(made, key=lambda cell: order[cell.models])
 
 
 def _axis(key: str) -> str:
@@ -231,10 +242,6 @@ def _folder_names(made: Sequence[Cell]) -> list[str]:
     return names
 
 
-def _models(cell: Cell) -> tuple[Any, ...]:
-    return tuple(getattr(cell.plan, name, None) for name in _MODEL_AXES)
-
-
 # --- running it ------------------------------------------------------------------------------------------------------
 
 
@@ -270,7 +277,7 @@ def prepare(
     """The cells, each checked as far as that goes without a model; done ones are marked.
 
     Args:
-        elsewhere: other machines run them, and know better than this one which devices there are.
+        elsewhere: see `Executor`; devices that are not here are no mistake then.
 
     Raises:
         UsageError and its kin: the first thing that is wrong with any cell, or a folder that holds something else.
@@ -286,11 +293,9 @@ def prepare(
     for cell in made:
         try:
             check(cell.plan)
-        except PlacementError as error:
-            if not elsewhere:
-                raise type(error)(f"cell {cell.name}: {error}") from None
         except UsageError as error:
-            raise type(error)(f"cell {cell.name}: {error}") from None
+            if not (elsewhere and isinstance(error, PlacementError)):
+                raise type(error)(f"cell {cell.name}: {error}") from None
         if cell.plan.resume:
             manifest = RunFolder(cell.folder).manifest()
             cell.attempts = list((manifest.get("executor") or {}).get("attempts") or [])
@@ -316,9 +321,8 @@ def sweep(
     argv: Sequence[str] = (),
     resume: bool = False,
     executor: Executor | None = None,
-    elsewhere: bool = False,
 ) -> SweepResult:
-    """Runs every cell that is not done yet; see `prepare` for `elsewhere`.
+    """Runs every cell that is not done yet.
 
     Ctrl-C (KeyboardInterrupt) ends the cell that is running as it ends a run, and the sweep with it; a second one
     passes through.
@@ -327,9 +331,10 @@ def sweep(
         UsageError and its kin: before anything was measured or written.
     """
     listener = listener or Listener()
-    made = prepare(base, grid, out, resume, elsewhere)
+    executor = executor or LocalExecutor()
+    made = prepare(base, grid, out, resume, executor.elsewhere)
     left = [cell for cell in made if cell.state != "done"]
-    running = (executor or LocalExecutor()).run(left, listener, argv)  # what it refuses, it refuses here
+    running = executor.run(left, listener, argv)  # what it refuses, it refuses here
     out.mkdir(parents=True, exist_ok=True)
     facts = {
         "schema": SCHEMA, "specbench": __version__, "argv": [redact(word) for word in argv], "started": now(),
@@ -361,14 +366,14 @@ def sweep(
 class LocalExecutor:
     """One cell after the other, in this process."""
 
+    elsewhere = False
+
     def run(self, cells: Sequence[Cell], listener: Listener, argv: Sequence[str]) -> Iterator[Cell]:
         shelf = Shelf()
         try:
             for number, cell in enumerate(cells, start=1):
                 listener.note(f"cell {number} of {len(cells)}: {cell.name}")
                 run_cell(cell, listener, argv, shelf)
-                if cell.state == "failed":
-                    shelf.close()  # whatever went wrong may have left a model in a state that no prompt should meet
                 yield cell
                 if cell.state == "interrupted":
                     return
@@ -377,7 +382,7 @@ class LocalExecutor:
 
 
 def run_cell(cell: Cell, listener: Listener, argv: Sequence[str] = (), models: runs.Models | None = None) -> None:
-    """Runs one cell and writes into it how that ended."""
+    """Runs one cell and writes into it how that ended; models on a shelf stay loaded unless it failed."""
     if isinstance(models, Shelf):
         models.begin()
     try:
@@ -389,6 +394,8 @@ def run_cell(cell: Cell, listener: Listener, argv: Sequence[str] = (), models: r
         listener.end()
         named = "" if isinstance(error, SpecbenchError) else f"{type(error).__name__}: "
         cell.state, cell.error = "failed", " ".join(f"{named}{error}".split())
+        if isinstance(models, Shelf):
+            models.close()  # whatever went wrong may have left a model in a state that no prompt should meet
     else:
         cell.state, cell.error = "interrupted" if result.interrupted else "done", None
         cell.problems = [] if result.interrupted else result.failures

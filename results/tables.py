@@ -65,13 +65,16 @@ def exactness(row: Row) -> str:
     if not report or not report.get("compared"):
         return "not compared"
     exact, near, different = (report.get(name) or 0 for name in ("exact", "near_tie", "different"))
-    counts = f"{exact}/{report['compared']}"
-    text = [",\ntext only"] if report.get("text_only") else []
+    text = f"{exact}/{report['compared']}"
     if not near and not different:
-        return "".join([f"{counts} exact", *text])
-    parts = [f"{near} near-tie{'' if near == 1 else 's'}"] if near else []
-    parts += [f"{different} different"] if different else []
-    return "".join([f"{counts}, ", ",\n".join(parts), *text])
+        text += " exact"
+    if near:
+        text += f", {near} near-tie{'' if near == 1 else 's'}"
+    if different:
+        text += (",\n" if near else ", ") + f"{different} different"
+    if report.get("text_only"):
+        text += ",\ntext only"
+    return text
 
 
 def _milliseconds(ns: float | None) -> str:
@@ -245,7 +248,7 @@ COLUMNS = (
     Column(
         "decode speed-up per device", ("speed-up", "/device"), 2,
         lambda row: "1.00x" if row.baseline else digits(row.decode_speedup_per_device, "x"),
-        shown=lambda summary: _compared(summary) and _varies(lambda row: len(row.devices))(summary),
+        shown=lambda summary: _compared(summary) and len({len(row.devices) for row in summary.rows if row.devices}) > 1,
         meaning="speed-up/device: speed-up x devices of the baseline / devices of the arm",
     ),
     Column("dtype", ("dtype", ""), 2, lambda row: row.dtype or NONE, right=False, shown=_varies(lambda row: row.dtype)),

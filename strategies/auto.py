@@ -43,7 +43,7 @@ from .cascade import Options as CascadeOptions
 from .cascade_schedule import Assumed, Times
 from .lookup import LookupDrafter
 from .lookup import Options as LookupOptions
-from .practice import answers, assumed_of, extra_ms
+from .practice import extra_ms, practised
 from .remote import drafter_for
 from .sampling import Sampling
 from .speculative import draft_and_verify, model_drafter
@@ -226,13 +226,12 @@ class Auto(Strategy):
             self.calibration_ms, self._rates = self.calibration_ms + took_ns / 1e6, None
 
     def _practise(self, texts: Sequence[Ids]) -> None:
-        draft = self.models["draft"]
-        given = answers(self.target, texts, min(self.target.context_length, draft.context_length))
-        self.assumed = assumed_of(self.target, draft, given)
+        given, self.assumed = practised(self.target, self.models["draft"], texts)
         drafts = [self.models[role] for role in self.drafts]
         for name in WITH_DRAFT if self.curves else ():
             if name in self.names:
-                self.extra_ms[name] = extra_ms(self._drafter(name, Sampling()), drafts, given[-1])
+                asked = drafts[:1] if name == SPECULATIVE else drafts
+                self.extra_ms[name] = extra_ms(self._drafter(name, Sampling()), asked, given[-1])
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Step]:
         drafters = {name: self._drafter(name, sampling) for name in self.names if name in WITH_DRAFT}

@@ -30,7 +30,7 @@ from typing import NamedTuple
 from .auto_rates import Rates
 from .auto_shadow import Shadow
 from .base import Row
-from .cascade_schedule import HOPE, KEPT, PAYS_BACK, Share, tokens_left
+from .cascade_schedule import HOPE, KEPT, Share, pays_over, rate_with, tokens_left
 
 PLAIN, LOOKUP, CASCADE, SPECULATIVE = "autoregressive", "lookup", "cascade", "speculative"
 CANDIDATES = (PLAIN, LOOKUP, CASCADE, SPECULATIVE)  # of equal offers the first is taken
@@ -220,7 +220,7 @@ class Chooser:
             shadow.follow(row.tokens.view(), times)
             news = news or shadow.drafts > before
         if news:
-            state.undecided = DECIDE_ROUNDS
+            state.chosen = None
 
     def offers(self, state: State, row: Row, rows: int) -> list[Offer]:
         """What every way at hand promises, in the order of CANDIDATES; plain decoding always does.
@@ -305,12 +305,9 @@ class Chooser:
     # What the draft model has not read
 
     def _after_reading(self, state: State, row: Row, rate: float, rows: int) -> float:
-        """The rate when the time is counted in which the draft model reads what it has not read yet: a prompt against
-        what the row is expected to get, what it missed meanwhile against the next `PAYS_BACK` tokens of that."""
+        """The rate when the time is counted in which the draft model reads what it has not read yet."""
         reading = self.rates.reading(len(row.tokens) - state.read - 1, rows)
-        left = tokens_left(row)
-        tokens = min(left, PAYS_BACK) if state.read else left
-        return tokens / (tokens / rate + reading)
+        return rate_with(reading, rate, pays_over(row, bool(state.read)))
 
 
 def _lookup_rate(shadow: Shadow | None, plain_ms: float) -> float:

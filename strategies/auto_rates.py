@@ -59,6 +59,5 @@ class Rates:
             behind = -(-behind // _COARSE) * _COARSE
         found = self._reading.get((behind, rows))
         if found is None:
-            found = max(0.0, self.draft.reading(behind + 1, rows) - self.draft.of(rows)[1])
-            self._reading[behind, rows] = found
+            found = self._reading[behind, rows] = self.draft.reading(behind, rows)
         return found

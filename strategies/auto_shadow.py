@@ -1,4 +1,4 @@
-"""What `lookup` would have made of a row, without a forward: rounds that are played through on the text as it comes."""
+"""What the n-gram level would have made of a row, without a forward: rounds played through as the text comes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class _Now:
 
 
 class Shadow:
-    """The rounds that `lookup` would make of a row, played through on the text as it comes; and its drafts, where they
-    are wanted.
+    """The rounds that auto's lookup would make of a row, played through on the text as it comes; and its drafts, where
+    they are wanted. Unlike the strategy of that name it drafts only as far as a longer review pays.
 
     A draft is the n-gram level of a cascade at the length that pays, often none at all: see `cascade_schedule`. A round
     is counted once the text tells how it ends, so the shadow stays behind by less than one draft.

@@ -277,10 +277,6 @@ class Strategy(ABC):
         """The ids of an answer of an engine that `sends_text`, which it ended with `finish` (`eos` is a token, too)."""
         raise NotImplementedError(f"{self.name}: has ids, and sends no text")
 
-    def reread(self, ids: Ids) -> list[int]:
-        """The ids that `read` would make of the text of these; for comparing answers of ours with those."""
-        return [int(token) for token in ids]
-
     def reset(self) -> None:
         """Forgets everything learned from earlier prompts. Called before every sample."""
         self.facts = {}

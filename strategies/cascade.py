@@ -25,7 +25,7 @@ from ..models.remote import fastest_costs
 from .base import Draft, Drafter, Level, Request, Row, Step, Strategy
 from .cascade_levels import Accounts, CascadeDrafter, Feed, Stages
 from .cascade_schedule import NGRAM, PLAIN, WAYS, Assumed, Scheduled, Times
-from .practice import answers, assumed_of
+from .practice import practised
 from .proposal import Proposal
 from .remote import drafter_for
 from .sampling import Sampling
@@ -311,9 +311,8 @@ class Cascade(Strategy):
     def practise(self, texts: Sequence[Ids]) -> None:
         """Measures how often the largest draft model's first choice is the target's: what `auto` begins with."""
         if self.auto and self.drafts and texts:
-            draft = self.models[self.drafts[0]]
-            given = answers(self.target, texts, min(self.target.context_length, draft.context_length))
-            self.settings = dataclasses.replace(self.settings, assumed=assumed_of(self.target, draft, given))
+            _, assumed = practised(self.target, self.models[self.drafts[0]], texts)
+            self.settings = dataclasses.replace(self.settings, assumed=assumed)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Step]:
         auto = bool(self.settings.curves)

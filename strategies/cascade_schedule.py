@@ -110,6 +110,21 @@ def tokens_left(row: Row) -> float:
     return max(1.0, TYPICAL_TOKENS * -math.expm1(-allowed / TYPICAL_TOKENS))
 
 
+def pays_over(row: Row, begun: bool) -> float:
+    """Tokens over which a draft model's reading has to pay.
+
+    What is read once serves every later round: a prompt all that the row is expected to get; what other ways made
+    meanwhile, where the model has begun with the row, the next `PAYS_BACK` tokens, until it is read again.
+    """
+    left = tokens_left(row)
+    return min(left, PAYS_BACK) if begun else left
+
+
+def rate_with(reading_ms: float, rate: float, tokens: float) -> float:
+    """Tokens per millisecond where so many tokens, which come at `rate`, pay for reading beforehand."""
+    return tokens / (tokens / rate + reading_ms)
+
+
 @dataclass(frozen=True)
 class Plan:
     """How a reviewer goes on.
@@ -146,9 +161,9 @@ class Times:
             self._known[rows] = [0.0, measured[0], *rising]
         return self._known[rows]
 
-    def reading(self, tokens: int, rows: int) -> float:
-        """To read so many tokens at once, as behind the end of the curve."""
-        return self.curve.ms(tokens, None, rows)
+    def reading(self, behind: int, rows: int) -> float:
+        """What the next forward takes more where so many tokens are to be read beside the latest."""
+        return max(0.0, self.curve.ms(behind + 1, None, rows) - self.of(rows)[1]) if behind > 0 else 0.0
 
 
 class Scheduled(Feed):
@@ -297,23 +312,14 @@ class Scheduled(Feed):
     def _after_reading(self, row: Row, rate: float, tokens: float, rows: int) -> float:
         """The rate when the time is counted in which the level reads what it has not read yet.
 
-        It is read once and serves every later round: a prompt all that the row is expected to get; what other ways made
-        meanwhile the next `PAYS_BACK` tokens, until it is read again.
-
         Args:
             tokens: that the round is expected to make.
         """
         assert self.level is not None
         assert self.level_times is not None
         known = self.level.known.get(row.index, 0)
-        behind = len(row.tokens) - known - 1
-        if behind < 1:
-            return rate
-        left = tokens_left(row)
-        times = self.level_times
-        reading = times.reading(behind + 1, rows) - times.of(rows)[1]
-        tokens = max(tokens, min(left, PAYS_BACK) if known else left)
-        return tokens / (tokens / rate + reading)
+        reading = self.level_times.reading(len(row.tokens) - known - 1, rows)
+        return rate_with(reading, rate, max(tokens, pays_over(row, bool(known)))) if reading else rate
 
     # Drafting
 

@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..errors import UsageError
-from ..models.base import Ids
+from ..errors import ModelError, UsageError
 from ..models.endpoint import Arrival, Sampled, Server, find_model
 from ..models.endpoint_options import EndpointOptions
 from ..models.info import ModelInfo
@@ -58,6 +57,7 @@ class Endpoint(Strategy):
         self._server: Server = models["target"]
         self._rows = 1
         self._before: dict[str, int] | None = None
+        self._unready: ModelError | None = None
         self._told: dict[int, dict[str, Any]] = {}
 
     def prepare(self, rows: int, tokens: int) -> None:
@@ -66,10 +66,15 @@ class Endpoint(Strategy):
 
     def reset(self) -> None:
         super().reset()
-        self._told = {}
-        self._before = self._server.make_ready(self._rows)
+        self._told, self._before, self._unready = {}, None, None
+        try:
+            self._before = self._server.make_ready(self._rows)
+        except ModelError as error:
+            self._unready = error  # of the requests that follow, which are records; of a reset it would end the run
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Step]:
+        if self._unready is not None:
+            raise self._unready
         exchange, asked = self._server.exchange(), dict[int, Request]()
         try:
             while True:
@@ -91,10 +96,6 @@ class Endpoint(Strategy):
     def read(self, text: str, finish: str | None) -> list[int]:
         ids = self._server.codec.encode(text)
         return [*ids, self._server.info.eos_ids[0]] if finish == "eos" and self._server.info.eos_ids else ids
-
-    def reread(self, ids: Ids) -> list[int]:
-        codec = self._server.codec
-        return codec.encode(codec.decode([int(token) for token in ids]))
 
     def close(self) -> None:
         self._server.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -84,6 +85,16 @@ def assumed_of(target: CachedModel, draft: CachedModel, given: Sequence[Answer])
     alpha = (ASSUMED * ALPHA + sum(shares) * kinds[True][1]) / (ASSUMED + weight)
     sure = [(ASSUMED * usual + right) / (ASSUMED + seen) for usual, (right, seen) in zip(SURE, classes, strict=True)]
     return Assumed(alpha, tuple(accumulate(sure, max)))
+
+
+def practised(target: CachedModel, draft: CachedModel, texts: Sequence[Ids]) -> tuple[list[Answer], Assumed]:
+    """Answers to the texts and what they say of the draft; kept with it, as cost curves are with their models."""
+    known = vars(draft).setdefault("known_practice", WeakKeyDictionary()).setdefault(target, {})
+    key = tuple(map(tuple, texts[:TEXTS]))
+    if key not in known:
+        given = answers(target, texts, min(target.context_length, draft.context_length))
+        known[key] = given, assumed_of(target, draft, given)
+    return known[key]
 
 
 def extra_ms(drafter: Drafter, models: Sequence[CachedModel], answer: Answer) -> float:

@@ -475,7 +475,7 @@ def test_preparing_measures_costs_and_agreement_and_says_how_long_it_took():
 
 
 def test_a_draft_that_is_not_among_the_candidates_is_not_measured(monkeypatch):
-    monkeypatch.setattr(auto, "assumed_of", lambda *models: pytest.fail("it was"))
+    monkeypatch.setattr(auto, "practised", lambda *models: pytest.fail("it was"))
     strategy = Auto(models(), build(Options, {"candidates": "autoregressive,lookup"}, "auto"))
     strategy.prepare(1, 64)
     strategy.practise(TEXTS)

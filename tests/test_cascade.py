@@ -574,6 +574,11 @@ def test_what_auto_assumes_of_a_draft_model_is_measured_on_texts_of_no_task(seed
     assert least < strategy.settings.assumed.alpha < most
     assert list(strategy.settings.assumed.sure) == sorted(strategy.settings.assumed.sure)
     assert all(not model.cache for model in both.values())
+    again = Cascade(both, Options())
+    forwards = len(both["target"].forwards)
+    again.practise([[1, 2, 3], [4, 5], [6], [7, 8, 9, 1]])  # as in a sweep that keeps its models, or beside auto
+    assert again.settings == strategy.settings
+    assert len(both["target"].forwards) == forwards
     fixed = Cascade(both, Options(schedule="static"))
     fixed.practise([[1, 2, 3]])
     assert fixed.settings.assumed == schedule.Assumed()

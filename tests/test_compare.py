@@ -400,6 +400,31 @@ def test_outputs_are_counted_again_on_the_common_prompts(tmp_path: Path) -> None
     assert (_compare(near, _put(tmp_path / "fewer", fewer)).compared[2].exactness or {})["compared"] == 11
 
 
+def test_a_server_is_compared_as_its_run_did_it_with_the_tokenizer(tmp_path: Path) -> None:
+    """Ids of a text may differ from those of the baseline that spell the same; here p3's do, and p4's in one repeat are
+    another text."""
+    samples = run(12, 2, arms=("autoregressive", "endpoint"))
+    for one in samples:
+        if one.arm == "endpoint" and one.prompt_id in ("p3", "p4"):
+            one.token_ids = [*one.token_ids[:5], 77, *one.token_ids[6:]]
+    first = {"prompt_id": "p4", "turn": 0, "index": 6, "top_gap": 3.0, "gap": 2.0, "near_tie": False}
+    report = {"exact": 23, "near_tie": 0, "different": 1, "compared": 24, "first": [first], "text_only": True}
+    arms = [arm("autoregressive"), arm("endpoint", engine="endpoint", sends_text=True)]
+    facts = {"arms": arms, "lossless_reference": "autoregressive", "lossless": {"toy": {"endpoint": report}}}
+    beside = _put(tmp_path / "beside", samples, **facts)
+    found = _compare(beside).compared[1].exactness or {}
+    assert {name: found[name] for name in ("exact", "different", "compared")} == {
+        "exact": 23, "different": 1, "compared": 24}  # fmt: skip
+    assert [(one["prompt_id"], one["index"]) for one in found["first"]] == [("p4", 6)]
+    alone = _put(tmp_path / "alone", samples, **(facts | {"lossless": None}))  # nobody has compared them
+    found = _compare(alone).compared[1].exactness or {}
+    assert (found["exact"], found["different"], found["text_only"]) == (20, 4, True)
+    turned = _compare(beside, baseline="endpoint").compared[1]
+    assert (turned.exactness or {})["text_only"]
+    assert turned.decode_speedup is not None
+    assert turned.decode_speedup.per_token
+
+
 def test_a_truncated_run_does_not_pass_for_equal(tmp_path: Path) -> None:
     """C10."""
     samples = run(12)

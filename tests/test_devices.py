@@ -129,6 +129,13 @@ def test_placements_that_cannot_be(text, threads, words):
         parse_placement(text, threads)
 
 
+def test_parts_of_a_placement_are_told_without_looking_for_their_devices():
+    """Those of a machine of a cluster, which is not here."""
+    assert devices.named("cuda:7") == [("target", "cuda:7")]
+    assert devices.named(" target = cpu:900,902 , draft2=cuda:1") == [("target", "cpu:900,902"), ("draft2", "cuda:1")]
+    assert devices.named("") == []
+
+
 def test_cgroup_limits_of_both_versions(tmp_path):
     """P30: a container's share of time counts, not the machine's cores."""
     assert cgroup_cpu_limit(tmp_path) is None

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import importlib
 import importlib.util
 import json
 import os
 import re
+import signal
 import socket
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from typer.testing import CliRunner
 from specbench.cli import app
 from specbench.errors import ModelError, UsageError
 from specbench.hardware.clock import Drain
+from specbench.hardware.devices import available_cores
 from specbench.models.endpoint import Server, find_model
 from specbench.models.endpoint_options import KEY, EndpointOptions, without_secrets
 from specbench.models.info import describe
@@ -31,7 +35,7 @@ from specbench.results import compare, lossless, served, tables
 from specbench.results import run as runs
 from specbench.results.manifest import redact
 from specbench.results.measure import Ending, Outcome, measure
-from specbench.results.plan import Plan, resolve
+from specbench.results.plan import Plan, check, resolve
 from specbench.results.records import RunFolder, Sample
 from specbench.results.runs import load as load_runs
 from specbench.results.transcripts import shares
@@ -228,6 +232,16 @@ def test_eviction_asks_for_one_token_before_the_clock(server, endpoint):
     assert body["prompt"] == list(PROMPT)
 
 
+def test_an_eviction_that_fails_is_a_failed_sample_and_not_a_warm_cache(server, endpoint):
+    """It was passed over in silence, and took the counters of drafting with it."""
+    good = say(piece("x", "length"))
+    server.answer = lambda handler, body: (refuse(400, "no") if len(body["prompt"]) == 1 else good)(handler, body)
+    strategy = endpoint(evict=True)
+    assert "answers /completions with 400: 'no'" in (one(strategy).error or "")
+    server.answer = good
+    assert one(strategy).error is None
+
+
 # What the server tells
 
 
@@ -363,6 +377,41 @@ def test_what_follows_a_whole_answer_may_fail(server, endpoint):
 
     server.answer = answer
     assert bytes(one(endpoint()).token_ids) == b"abc"
+
+
+def test_what_fails_after_a_whole_answer_is_no_matter_of_the_next_request(server, endpoint):
+    """Only errors of the protocol were passed over; any other one ended the request that had the row by then."""
+    too_deep = "[" * 100_000  # a RecursionError, and no ValueError
+
+    def next_one(handler, body):
+        handler.begin()
+        time.sleep(0.1)  # until what follows the first answer has been read
+        handler.event(piece("def", "length"))
+        handler.end()
+
+    server.answer = in_turn(say(piece("abc", "length"), too_deep), next_one)
+    first, second = ask(endpoint(), count=2, rows=1)
+    assert (first.error, second.error) == (None, None)
+    assert (bytes(first.token_ids), bytes(second.token_ids)) == (b"abc", b"def")
+
+
+def test_ctrl_c_while_a_server_is_waited_for_leaves_nothing_under_way(server, endpoint):
+    def interrupt(handler, body):
+        handler.begin()
+        handler.event(piece("a"))
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        handler.silence()
+
+    strategy, before = endpoint(), signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        server.answer = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            one(strategy)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert asyncio.all_tasks(strategy._server.loop) == set()
+    server.answer = say(piece("fine", "length"))
+    assert bytes(one(strategy).token_ids) == b"fine"
 
 
 def test_a_request_that_is_sent_again_is_timed_from_then_on_and_says_so(server, endpoint):
@@ -537,6 +586,10 @@ def test_the_record_says_what_it_ran_on(finished):
     role = arm["roles"]["target"]
     assert (arm["sends_text"], role["served"], role["owned_by"], role["prompts"]) == (True, "toy", "tests", "ids")
     assert role["dtype"] is None
+    assert role["device"] is None
+    assert re.fullmatch(r"127\.0\.0\.1:\d+", role["host"])
+    row = next(row for row in finished.summary.rows if row.strategy == "endpoint")
+    assert (row.devices, row.decode_speedup_per_device) == ([], None)  # on how many devices, nobody knows
     kinds = {(one.arm, one.kind) for one in RunFolder(finished.folder).samples()}
     assert ("endpoint", "check") in kinds
     assert ("endpoint", "trace") not in kinds
@@ -584,6 +637,46 @@ def test_a_server_alone_and_our_arms_are_compared_afterwards(tmp_path, server, h
     assert rows["endpoint"].decode_speedup is not None
 
 
+@pytest.mark.parametrize(
+    ("strategies", "baseline", "reference"),
+    [
+        (("endpoint", "lookup"), True, "autoregressive"),
+        (("endpoint", "lookup"), False, "lookup"),
+        (("endpoint", "hf-assisted"), False, "hf-assisted"),
+        (("endpoint",), False, "endpoint"),
+    ],
+)
+def test_a_server_is_the_reference_only_where_it_is_alone(server, strategies, baseline, reference):
+    assert check(settings(None, server, strategy=strategies, baseline=baseline)).reference == reference
+
+
+def test_without_a_baseline_a_server_is_compared_with_ours_and_not_ours_with_it(tmp_path, server, honest):
+    """It was named first, so that its answers were replayed, and ids of ours were compared with those of its text."""
+    server.answer = honest
+    plan = settings(tmp_path / "run", server, strategy=("endpoint", "lookup"), baseline=False, trace=0)
+    result = runs.run(plan)
+    assert (result.manifest["lossless_reference"], result.manifest["replayed_answers_of"]) == ("lookup", "lookup")
+    rows = {row.arm: row for row in result.summary.rows}
+    assert (rows["lookup"].reference, rows["endpoint"].reference) == (True, False)
+    assert tables.exactness(rows["endpoint"]) == "4/4 exact,\ntext only"
+    table = compare.compare(load_runs([result.folder]), baseline="endpoint")
+    ours = next(row for row in table.compared if row.own_name == "lookup")
+    assert ours.decode_speedup.per_token
+    assert tables.exactness(ours) == "4/4 exact,\ntext only"
+    assert not any(caution.code == "other-lengths" for caution in table.cautions)
+
+
+@pytest.mark.skipif(len(available_cores()) < 2, reason="two ranks need two cores")
+def test_ranks_are_of_our_target_whatever_a_server_runs_on(server):
+    """It was refused, as a loop in one process."""
+    cores = available_cores()
+    shared = dict(tp=2, runtime="transformers", place=f"target=cpu:{cores[0]},{cores[-1]}")
+    names = [arm.name for arm in check(settings(None, server, strategy=("endpoint",), **shared)).arms]
+    assert names == ["autoregressive", "endpoint"]
+    with pytest.raises(UsageError, match="endpoint: --tp 2 shares a target of ours among ranks, and here a server"):
+        check(settings(None, server, strategy=("endpoint",), baseline=False, **shared))
+
+
 # The command line
 
 
@@ -610,6 +703,8 @@ def test_a_server_is_named_as_a_target(tmp_path, server, honest):
         (["--tokenizer", "tiny", "--baseline"], "without --baseline"),
         (["--tokenizer", "tiny", "--ignore-eos"], "leave --ignore-eos out"),
         (["--tokenizer", "tiny", "--top-k", "4"], "not passed on"),
+        (["--tokenizer", "tiny", "--option", "endpoint.url=http://other/v1"], "already what --option endpoint.url"),
+        (["--tokenizer", "tiny", "--option", "endpoint.model=x"], "says already what --option endpoint.model would"),
         (["--tokenizer", "tiny", "--dry-run"], "has the model"),
     ],
 )

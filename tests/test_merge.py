@@ -96,6 +96,27 @@ def test_other_tasks_are_added_and_reports_of_losslessness_are_summed(tmp_path: 
     assert found["lossless"]["other"]["speculative"]["compared"] == 5
 
 
+def test_a_server_whose_text_alone_was_compared_is_one_in_the_whole(tmp_path: Path) -> None:
+    """`text_only` is no count: it was added up like one, or was a KeyError where one site had it."""
+    counts = {"exact": 2, "near_tie": 0, "different": 1, "compared": 3, "first": [{"prompt_id": "p3"}]}
+    reports = [counts | {"text_only": True}, counts, counts | {"text_only": True}]
+    runs = [site(tmp_path / name, prompts=range(at, at + 4), lossless={"toy": {"speculative": report}})
+            for name, at, report in zip("abc", (0, 4, 8), reports, strict=True)]  # fmt: skip
+    merging.merge(tmp_path / "all", runs)
+    assert RunFolder(tmp_path / "all").manifest()["lossless"]["toy"]["speculative"] == {
+        "exact": 6, "near_tie": 0, "different": 3, "compared": 9, "text_only": True, "first": [{"prompt_id": "p3"}] * 3
+    }  # fmt: skip
+
+
+def test_who_ran_a_cell_is_said_of_each_run_and_not_of_the_whole(tmp_path: Path) -> None:
+    attempts = {"kind": "ray", "attempts": [{"worker": "node0"}]}
+    one, two = site(tmp_path / "a", executor=attempts), site(tmp_path / "b", prompts=range(12, 20))
+    merging.merge(tmp_path / "all", [one, two])
+    found = RunFolder(tmp_path / "all").manifest()
+    assert "executor" not in found
+    assert [origin.get("executor") for origin in found["merged"]] == [attempts, None]
+
+
 def test_a_run_that_did_not_end_leaves_its_mark_on_the_whole(tmp_path: Path) -> None:
     one, two = site(tmp_path / "a"), site(tmp_path / "b", prompts=range(12, 20), interrupted=True)
     merging.merge(tmp_path / "all", [one, two])
@@ -128,10 +149,10 @@ def test_show_compare_and_report_take_the_result(tmp_path: Path) -> None:
             "gpus: none and H100 80 GB",
         ),
         ({"settings": {"temperature": 0.7}}, "temperature: 0.0 and 0.7"),
-        ({"settings": {"dtype": "bfloat16"}}, "dtype: null and bfloat16"),
+        ({"settings": {"dtype": "bfloat16"}}, "dtype: none and bfloat16"),
         ({"specbench": "2"}, "specbench: 1 and 2"),
         ({"plan": {**PLAN, "strategy": ["lookup"]}}, 'strategy: ["speculative"] and ["lookup"]'),
-        ({"vocab_size": 99}, "vocab_size: null and 99"),
+        ({"vocab_size": 99}, "vocab_size: none and 99"),
     ],
 )
 def test_unlike_runs_are_not_averaged(tmp_path: Path, change: dict[str, Any], named: str) -> None:

@@ -151,6 +151,16 @@ def test_nothing_is_told_before_it_can_be() -> None:
     assert running.standings()[0].speedup is None
 
 
+def test_what_arrives_after_an_interrupt_does_not_open_the_table_again() -> None:
+    """Workers still send while they are stopped; the cursor stayed hidden then."""
+    table, stream = _terminal()
+    table.grid(Grid(2, 0, 0, [Working("node0/ab12cd", "lookup", 1, 12)]))
+    table.end()
+    table.grid(Grid(2, 1, 0, []))
+    assert table.live is None
+    assert stream.getvalue().count("\x1b[?25l") == stream.getvalue().count("\x1b[?25h")
+
+
 def test_a_grid_shows_all_its_cells_and_as_many_workers_as_fit() -> None:
     table, _ = _terminal(60, 8)
     working = [Working(f"node{number}/ab12cd", f"speculative_draft-length={number}", 3, 12) for number in range(9)]

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from specbench.cli import app
 from specbench.errors import UsageError
 from specbench.hardware import devices
-from specbench.results import needs, ray_executor, sweep
+from specbench.results import machines, needs, ray_executor, sweep
 from specbench.results.cell_folder import CellFolder
 from specbench.results.listener import Grid, Listener
 from specbench.results.plan import Plan
@@ -54,7 +54,7 @@ def run(
     """A sweep on the cluster, or on this machine."""
     resume, hardware = more.pop("resume", False), more.pop("hardware", None)
     executor = RayExecutor(address, hardware) if address else None
-    return sweep.sweep(Plan(**{**TINY, **more}), grid, out, listener, (), resume, executor, bool(address))
+    return sweep.sweep(Plan(**{**TINY, **more}), grid, out, listener, (), resume, executor)
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -332,6 +332,14 @@ def _line(prompt: int, **fields: Any) -> Sample:
     from synthetic import sample
 
     return sample("speculative", prompt, **fields)
+
+
+def test_a_worker_is_told_by_its_gpus_or_its_processor() -> None:
+    gpus = [{"name": "H200", "memory": "141 GB"}] * 4
+    assert machines.told({"gpus": gpus}, 1) == "H200"
+    assert machines.told({"gpus": gpus}, 4) == "4 x H200"
+    assert machines.told({"cpu": "Big CPU", "physical_cores": 64, "gpus": gpus}) == "Big CPU (64 cores)"
+    assert machines.told({"cpu": "Big CPU"}) == "Big CPU"
 
 
 def test_a_cell_never_goes_on_with_other_hardware(tmp_path: Path) -> None:

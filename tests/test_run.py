@@ -18,6 +18,7 @@ from specbench.results.listener import Listener
 from specbench.results.manifest import redact
 from specbench.results.plan import Plan, check, parse_option, resolve
 from specbench.results.records import RunFolder
+from specbench.strategies.cascade import Cascade
 from specbench.strategies.lookup import Lookup
 
 
@@ -66,6 +67,21 @@ def test_every_arm_sees_the_same_ids_and_every_output_is_exact(finished):
     for counts in finished.manifest["lossless"]["bundled"].values():
         assert counts["exact"] == counts["compared"] > 0
     assert finished.failures == []
+
+
+def test_only_strategies_that_practise_are_given_questions_and_raw_ones_in_a_raw_run(tmp_path, monkeypatch):
+    """Which a chat template may refuse that a raw run, or one of plain decoding, has no use for."""
+    asked, practised = [], []
+    make = runs.drafts.questions
+    monkeypatch.setattr(runs.drafts, "questions", lambda *given: asked.append(given[1]) or make(*given))
+    monkeypatch.setattr(Cascade, "practise", lambda self, texts: practised.append(texts))
+    runs.run(plan(tmp_path / "plain", limit=1))
+    assert asked == []
+    for raw in (False, True):
+        runs.run(plan(tmp_path / str(raw), strategy=("cascade",), draft="tiny-draft", limit=1, raw=raw))
+    assert asked == [False, True]
+    templated, raw_ones = practised
+    assert all(len(one) < len(other) for one, other in zip(raw_ones, templated, strict=True))
 
 
 def test_arms_are_interleaved_and_take_turns_at_going_first(finished):

@@ -458,6 +458,20 @@ def test_measuring_costs_leaves_nothing_cached_and_choosing_by_them_is_exact(rea
     strategy.close()
 
 
+def test_a_draft_model_is_charged_for_reading_and_for_nothing_that_follows(real):
+    """Its small cache is never brought up to date by the target: a round of it used to be said to take that as well."""
+    both = {"target": real["target", "float32"], "draft": real["draft", "float32"]}
+    strategy = SparseKv(both, Options(draft="model", gamma=3, budget=64, explain=True))
+    strategy.prepare(2, 700)
+    assert strategy.costs is not None
+    assert strategy.costs.follow_ms == 0
+    assert strategy.costs.read_ms > 0
+    run(strategy, real_requests(20)[-2:])
+    assert strategy.facts["selections"] == 2
+    assert strategy.facts["follow_ms"] == strategy.facts["predicted_follow_ms"] == 0
+    strategy.close()
+
+
 def test_a_records_levels_tell_what_drafting_took(real):
     strategy = SparseKv({"target": real["target", "float32"]}, Options(gamma=3, budget=64))
     (outcome,) = measure(strategy, real_requests(30)[-1:], Sampling(), Ending(), Clock(), Drain())

@@ -45,6 +45,8 @@ def test_cells_are_added_to_what_is_there_and_what_is_there_is_kept(benchmark, t
     assert benchmark.main([*words, "--cells", "150x1,90x1", "--max-new-tokens", "9"]) == 2
     assert "another max_new_tokens; name another --out" in capsys.readouterr().err
     assert out.read_text() == before
+    assert benchmark.main([*words, "--cells", "150x1", "--max-new-tokens", "9"]) == 2  # though there is nothing to add
+    assert "another max_new_tokens; name another --out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", ["8000", "8000x", "x1", "8000x1x1", "0x1", "8000x0", "8000x1,"])

@@ -276,6 +276,8 @@ def test_somebody_else_may_run_the_cells(tmp_path: Path) -> None:
     """The seam for other executors: they get cells, and say how each ended, in any order."""
 
     class Backwards:
+        elsewhere = False
+
         def run(self, cells: Sequence[sweep.Cell], listener: Listener, argv: Sequence[str]) -> Iterator[sweep.Cell]:
             for cell in reversed(cells):
                 _put(cell.folder)
