@@ -13,7 +13,7 @@ demo: $(VENV)/installed
 	$(BIN)/specbench run --preset demo
 
 test: $(VENV)/installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # What CI runs beside the tests.
 check: $(VENV)/installed-dev

@@ -25,6 +25,8 @@ from . import noise
 from .base import Draft, Row
 from .sampling import Sampling, argmax
 
+SMALL_VOCABULARY = 4096  # tokens; noise for all of them costs no more than finding out which can be drawn
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -224,8 +226,9 @@ class Verifier:
     def _draw(self, scores: torch.Tensor, row: Row, position: int, stream: int) -> int:
         """argmax(scores + Gumbel noise), over the tokens that are still possible. (vocab,)"""
         key = noise.position_key(self.sampling.seed, row.request.key, position, stream)
-        # A draw from the full vocabulary shares its noise between the draft and the target.
-        if not self.sampling.top_k and self.sampling.top_p == 1 and stream == noise.TARGET:
+        # Draft and target share the noise of a position, unless there is much of it and little that can be drawn.
+        whole = not self.sampling.top_k and self.sampling.top_p == 1
+        if stream == noise.TARGET and (whole or len(scores) <= SMALL_VOCABULARY):
             return int((scores + self._full_noise(key, scores)).argmax())
         candidates = torch.nonzero(scores > -torch.inf).squeeze(-1)
         best = (scores[candidates] + noise.gumbel(key, candidates)).argmax()

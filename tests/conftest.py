@@ -12,6 +12,20 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+# Files that take longest begin first, so that none is left to one worker at the end; `make test` keeps this order.
+LONGEST = (
+    "test_ray.py",
+    "test_lossless.py",
+    "test_cascade.py",
+    "test_contract.py",
+    "test_sparse_kv.py",
+    "test_remote.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
 
 @pytest.fixture(autouse=True)
 def one_thread():

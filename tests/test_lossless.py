@@ -1,4 +1,6 @@
-"""Token-identical output on real (tiny, random) transformers in float32: 200 prompts, every strategy, both runtimes.
+"""Token-identical output on real (tiny, random) transformers in float32, for every strategy.
+
+200 prompts with the packed runtime, 40 with the slower one of transformers.
 
 `test_contract.py` shows the same without any rounding; here rounding is real, and nothing may depend on it.
 """
@@ -38,11 +40,11 @@ def prompts(count: int, limit: int) -> list[Request]:
     ids=["greedy", "T=1", "T=0.6 top-p 0.9"],
 )
 def test_every_strategy_emits_the_tokens_of_plain_decoding(models, sampling):
-    """200 prompts; plain decoding one by one, the strategies in ragged batches of 20, and 10 prompts one by one."""
-    asked = prompts(200, limit=12)
+    """Plain decoding one by one, the strategies in ragged batches of 20, and 10 prompts one by one."""
+    asked = prompts(200 if models["target"].runtime == "packed" else 40, limit=12)
     make = lambda name: registry.get(name)(models, registry.get(name).Options())  # noqa: E731
     plain = decode(make("autoregressive"), asked, sampling)
-    assert len({tuple(ids) for ids in plain}) > 150  # the model does not say the same thing to everybody
+    assert len({tuple(ids) for ids in plain}) > 0.75 * len(plain)  # the model does not say the same thing to everybody
     for name in NAMES:
         if registry.get(name).needs_packed and models["target"].runtime != "packed":
             continue

@@ -44,6 +44,14 @@ def test_noise_depends_on_seed_prompt_position_stream_and_token_only():
         assert not torch.equal(base, noise.gumbel(noise.position_key(*other), tokens))
 
 
+def test_noise_is_the_same_by_numpy_and_by_torch():
+    """CPU and GPU have to agree; the logarithms may differ in the last place."""
+    for vocab in (1, 7, 50_000):
+        for key in (0, 1, 2**32, 2**64 - 1, noise.position_key(1, 2, 3, 0)):
+            by_torch = noise._by_torch(key, torch.arange(vocab)).numpy()
+            np.testing.assert_array_max_ulp(noise._by_numpy(key, np.arange(vocab)), by_torch, maxulp=2)
+
+
 def test_noise_is_gumbel_over_tokens_and_over_positions():
     """Kolmogorov-Smirnov on 20,000 draws each; each passes wrongly-rejected odds of 1e-4."""
     over_tokens = noise.gumbel(noise.position_key(0, 5, 17, 0), torch.arange(20_000)).numpy()
@@ -193,7 +201,7 @@ SETTINGS = {
 @pytest.mark.parametrize("strategy", ["autoregressive", "speculative", "lookup", "garbage"])
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
 def test_output_has_the_targets_distribution(rule, strategy, settings):
-    """D22, D23, D24: 1,500 prompts' worth of three tokens on a vocabulary of 5, chi-square over all 125 outcomes.
+    """D22, D23, D24: 1,000 prompts' worth of three tokens on a vocabulary of 5, chi-square over all 125 outcomes.
 
     False-alarm odds: 24 tests at 1e-4, so 0.24 % in all, met once since the seeds are fixed.
     """
@@ -207,7 +215,7 @@ def test_output_has_the_targets_distribution(rule, strategy, settings):
         "garbage": lambda: GarbageDrafted(models, PlainOptions()),
     }[strategy]()
     sampling = Sampling(**settings, verify=rule, seed=11)
-    prompt, draws = [1, 2, 3, 1, 2], 1500
+    prompt, draws = [1, 2, 3, 1, 2], 1000
     counts: dict[tuple, int] = {}
     for tokens in decode(made, [Request(key, prompt, 3) for key in range(draws)], sampling, batch=50):
         counts[tuple(tokens)] = counts.get(tuple(tokens), 0) + 1

@@ -11,6 +11,7 @@ from specbench.hardware.clock import Clock
 from specbench.models.base import CachedModel, Forward, Ids, common_prefix
 from specbench.models.sparse_select import Selection
 from specbench.models.sparse_view import SparseView
+from specbench.strategies.autoregressive import Autoregressive
 from specbench.strategies.base import Draft, Drafter, Request, Row, Strategy
 from specbench.strategies.sampling import Sampling
 
@@ -46,20 +47,20 @@ class TableModel(CachedModel):
         lasts = [last] * len(contexts) if isinstance(last, int) else last
         if len(contexts) > self.max_rows or len(set(rows)) != len(contexts) or len(lasts) != len(contexts):
             raise ValueError("rows")
-        out, new = [], []
+        places, new = [], []
         for context, n, row in zip(contexts, lasts, rows, strict=True):
             ids = np.array(context, dtype=np.int64)
             if not 1 <= n <= len(ids) or len(ids) > self.context_length:
                 raise ValueError(f"context of {len(ids)}, last {n}")
             new.append(max(len(ids) - common_prefix(self.cache.get(row, ids[:0]), ids), n))
             self.cache[row] = ids
-            before = np.concatenate([[0], ids])
-            at = np.arange(len(ids) - n, len(ids))
-            out.append(self.table[before[at], before[at + 1]])
+            first = len(ids) - n
+            seen = ids[first - 1 :] if first else np.concatenate([[0], ids])
+            places.append(seen[:-1] * self.vocab_size + seen[1:])
         self.forwards.append(new)
         if self.trace is not None:
             self.trace.append(Forward(0, 1, len(rows), sum(new)))
-        return torch.cat(out)
+        return self.table.flatten(0, 1).index_select(0, torch.from_numpy(np.concatenate(places)))
 
     def copy_row(self, source: int, to: int) -> None:
         self.check_copy(source, to)
@@ -180,3 +181,15 @@ def decode(strategy: Strategy, asked: Sequence[Request], sampling: Sampling, bat
             group[step.row].done = len(ids[step.row]) >= group[step.row].max_new_tokens
         results += [row[: request.max_new_tokens] for row, request in zip(ids, group, strict=True)]
     return results
+
+
+_plain: dict[tuple, list[list[int]]] = {}
+
+
+def plain(asked: Sequence[Request], sampling: Sampling, vocab: int) -> list[list[int]]:
+    """Plain decoding, one by one, by the table of seed 1; computed once for all tests that ask for the same."""
+    key = vocab, sampling, tuple((one.key, tuple(one.ids), one.max_new_tokens) for one in asked)
+    if key not in _plain:
+        strategy = Autoregressive({"target": TableModel(vocab, seed=1)}, Autoregressive.Options())
+        _plain[key] = decode(strategy, asked, sampling)
+    return _plain[key]
