@@ -87,7 +87,7 @@ def test_tokens_equal_plain_decodings(name, how, batch):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("twist", [0.0, 0.3, 50.0])
 def test_tokens_do_not_depend_on_how_good_the_draft_is(name, twist):
-    asked = requests(40, VOCAB, limit=20, seed=2)
+    asked = requests(16, VOCAB, limit=20, seed=2)
     sampling = Sampling(temperature=1.0)
     assert decode(make(name, twist=twist), asked, sampling) == plain(asked, sampling, VOCAB)
 
