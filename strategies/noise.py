@@ -87,7 +87,7 @@ def _by_torch(key: int, tokens: torch.Tensor) -> torch.Tensor:
 
 def _by_numpy(key: int, tokens: np.ndarray) -> np.ndarray:
     """The same at less than half the cost: unsigned integers wrap by themselves, and numpy's calls are short."""
-    x = np.atleast_1d(tokens).astype(np.uint32)
+    x = tokens.astype(np.uint32)
     x *= 0x9E3779B1
     x += key & _MASK32
     _mix32(x)
@@ -99,4 +99,4 @@ def _by_numpy(key: int, tokens: np.ndarray) -> np.ndarray:
     for _ in range(2):
         np.log(noise, out=noise)
         np.negative(noise, out=noise)
-    return noise.reshape(tokens.shape)
+    return noise

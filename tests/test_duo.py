@@ -32,10 +32,10 @@ class Confident(TableModel):
 
 
 class Unhurried(TableModel):
-    """A target that leaves the draft time for a few steps."""
+    """A target that leaves the draft time for a few steps, on a slow and busy machine as well."""
 
     def advance(self, contexts, last=1, rows=None):
-        time.sleep(0.002)
+        time.sleep(0.01)
         return super().advance(contexts, last, rows)
 
 
@@ -147,17 +147,12 @@ def test_branches_that_are_never_needed_are_switched_off():
         wavering.table[:, token] = -20.0
         wavering.table[:, token].scatter_(-1, best.indices, best.values.new_tensor([5.2, 5.0]).expand(VOCAB, 2))
     given = {"branch_rule": "off", "worth": 0.02}
-
-    def fewer() -> bool:
-        _, row = run(given, wavering, limit=400, target=Unhurried(VOCAB, seed=1))
-        assert row.facts["rejections"] == 0
-        assert row.facts["branch_switches"] >= 1
-        _, kept = run({**given, "controller": False}, wavering, limit=400, target=Unhurried(VOCAB, seed=1))
-        assert kept.facts["branch_switches"] == 0
-        return row.facts["branch_tokens"] < kept.facts["branch_tokens"]
-
-    # How many a draft gets round to depends on what else the machine does; on a slow and busy one it is hardly any.
-    assert any(fewer() for _ in range(4))
+    _, row = run(given, wavering, limit=400, target=Unhurried(VOCAB, seed=1))
+    assert row.facts["rejections"] == 0
+    assert row.facts["branch_switches"] >= 1
+    _, kept = run({**given, "controller": False}, wavering, limit=400, target=Unhurried(VOCAB, seed=1))
+    assert kept.facts["branch_switches"] == 0
+    assert row.facts["branch_tokens"] < kept.facts["branch_tokens"]
 
 
 # As published
