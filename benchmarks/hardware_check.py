@@ -33,6 +33,7 @@ from specbench.hardware.devices import available_cores, default_threads
 from specbench.hardware.probe_cpu import facts
 from specbench.hardware.probe_rates import MIB, buffer_bytes, matrix_rate, read_bandwidth, torch_threads
 from specbench.hardware.probe_timing import Budget
+from specbench.models import native
 
 SOURCE = Path(__file__).with_name("hardware_check.c")
 DTYPES = ("float32", "bfloat16", "int8")
@@ -102,7 +103,7 @@ def compare(threads: int, size: int, rounds: int, program: Path | None) -> list[
                 rate, _, way = name.partition("-")
                 theirs[rate, *KINDS[way or rate]].append(value)
         with torch_threads(threads):
-            ours["read"].append(read_bandwidth(buffer, threads, 1.5, budget)["rate"])
+            ours["read"].append(read_bandwidth(buffer, threads, 1.5, budget, native.reads)["rate"])
         theirs["float32", PEER, "numpy's BLAS"].append(run_blas(threads))
         for dtype in DTYPES:
             with torch_threads(threads):

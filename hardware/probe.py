@@ -15,12 +15,19 @@ from .probe_timing import Budget
 Watch = Callable[[str], None]
 
 
-def probe(threads: Sequence[int], cores: Sequence[int], budget: Budget, watch: Watch | None = None) -> dict[str, Any]:
+def probe(
+    threads: Sequence[int],
+    cores: Sequence[int],
+    budget: Budget,
+    watch: Watch | None = None,
+    reads: probe_rates.Reads | None = None,
+) -> dict[str, Any]:
     """Facts and rates of CPU and GPUs; JSON-safe, null where something cannot be known.
 
     Args:
         threads: what the models will run with, ours first; rates are measured with one and with as many.
         cores: that this process may use.
+        reads: further ways to read memory, see `probe_rates`.
     """
     watch = watch or (lambda text: None)
     watch("reading what the machine says about itself")
@@ -35,7 +42,7 @@ def probe(threads: Sequence[int], cores: Sequence[int], budget: Budget, watch: W
         "openmp": openmp,
         "energy": probe_energy.sources(),
         "busy_cores_before": busy,
-        "memory": probe_rates.memory(counts, size, facts["caches"], budget),
+        "memory": probe_rates.memory(counts, size, facts["caches"], budget, reads),
     }
     watch("multiplying matrices")
     found["matrix"] = probe_rates.matrix(counts, budget)

@@ -1,8 +1,9 @@
 """How fast memory is read and matrices are multiplied, by torch, on a CPU or a GPU.
 
 Bandwidth is read bandwidth, since that is what decoding does with weights: a buffer many times larger than the last
-level of cache is reduced to one number by several operations of torch and numpy. Each of them reaches the limit of the
-memory bus on some processors, none on all (`benchmarks/hardware_check.py` compares with a program in C).
+level of cache is reduced to one number by several operations of torch and numpy, and by what kernels of the caller's
+do with weights. Each of them reaches the limit of the memory bus on some processors, none on all
+(`benchmarks/hardware_check.py` compares with a program in C).
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from .probe_timing import Budget, fastest, scaled
 MIB = 1 << 20
 _SMALLEST, _SHARE = 512 * MIB, 8  # bytes of the buffer at least, and the part of the memory that it takes at most
 DTYPES = ("float32", "bfloat16", "float16", "int8")
+
+Reads = Callable[[Any], Mapping[str, Callable[[], Any]]]
+"""Makes further operations, by name, that read a float32 tensor from one end to the other; maybe none."""
 
 
 @contextlib.contextmanager
@@ -39,7 +43,9 @@ def buffer_bytes(found: Sequence[Mapping[str, Any]], memory_bytes: int | None) -
     return max(MIB, min(wanted, memory_bytes // _SHARE) if memory_bytes else wanted) // MIB * MIB
 
 
-def memory(counts: Sequence[int], size: int, found: Sequence[Mapping[str, Any]], budget: Budget) -> dict[str, Any]:
+def memory(
+    counts: Sequence[int], size: int, found: Sequence[Mapping[str, Any]], budget: Budget, reads: Reads | None = None
+) -> dict[str, Any]:
     """GB/s (1e9 bytes) read from and copied in memory and read from the last level of cache, by number of threads."""
     import torch
 
@@ -49,21 +55,24 @@ def memory(counts: Sequence[int], size: int, found: Sequence[Mapping[str, Any]],
     for count in counts:
         with torch_threads(count):
             row: dict[str, Any] = {"threads": count}
-            row["read"] = read_bandwidth(buffer, count, budget.share(1.5, 6.0), budget)
+            row["read"] = read_bandwidth(buffer, count, budget.share(1.5, 6.0), budget, reads)
             row["copy"] = copy_bandwidth(buffer, budget.share(0.6, 3.0), budget)
             row["cache"] = None
             if last and last["level"] >= 2:
                 # Half of what one cache holds for each thread that shares it, so that it all stays there.
                 part = last["bytes"] // 2 // last["shared_by"] * min(count, last["shared_by"] * last["count"])
                 few = buffer[: max(1, min(part, size) // 4)]
-                row["cache"] = read_bandwidth(few, count, budget.share(0.4, 2.0), budget)
+                row["cache"] = read_bandwidth(few, count, budget.share(0.4, 2.0), budget, reads)
         rows.append(row)
     return {"buffer_bytes": size, "rates": rows}
 
 
-def read_bandwidth(buffer: Any, threads: int, seconds: float, budget: Budget) -> dict[str, Any]:
+def read_bandwidth(
+    buffer: Any, threads: int, seconds: float, budget: Budget, reads: Reads | None = None
+) -> dict[str, Any]:
     """GB/s at which a float32 tensor is read from one end to the other with torch's threads as they are."""
-    found = fastest(_reads(buffer, threads), 4 * buffer.numel(), seconds, budget.clock)
+    operations = {**_reads(buffer, threads), **(reads(buffer) if reads else {})}
+    found = fastest(operations, 4 * buffer.numel(), seconds, budget.clock)
     return {**scaled(found, 1e9), "bytes": 4 * buffer.numel()}
 
 

@@ -22,7 +22,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from .packed_linear import NATIVE, Matrix
 from .quantised import INT4_ROWS, check_groups, quantise_int4
 
 BLOCK = 32  # outputs that are stored together
+READ_WIDTH = 512  # numbers that each output of `reads` sums
 SOURCE = Path(__file__).with_name("native.c")
 PARTS = ("native.c", *(f"native_{part}.h" for part in ("attention", "call", "choice", "matrix", "product")))
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fno-strict-aliasing", "-fno-math-errno", "-fPIC", "-shared")
@@ -181,6 +182,16 @@ def kernels(dtype: torch.dtype) -> Kernels | None:
     if os.environ.get("SPECBENCH_NATIVE") == "0" or dtype not in (torch.float32, torch.bfloat16):
         return None
     return load(dtype)
+
+
+def reads(buffer: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    """A way to read a float32 tensor once from one end to the other, for measuring memory: one token times weights that
+    fill it. None where there are no kernels, or the tensor is not in whole blocks."""
+    found = kernels(torch.float32)
+    if found is None or buffer.numel() % (BLOCK * READ_WIDTH):
+        return {}
+    weights, token = Matrix(NATIVE, buffer.view(-1, READ_WIDTH, BLOCK)), torch.ones(1, READ_WIDTH)
+    return {"our own kernels": lambda: found.product(token, weights, len(weights.weight) * BLOCK)}
 
 
 @functools.cache

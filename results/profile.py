@@ -20,6 +20,7 @@ from ..hardware import devices, environment, probe, probe_cpu, probe_rates, prob
 from ..hardware.clock import Clock
 from ..hardware.devices import Device
 from ..hardware.probe_timing import Budget, budget_for
+from ..models import native
 from ..models.builtin import cache_folder
 from ..models.cost_curve import CostCurve
 from ..strategies import registry
@@ -141,7 +142,7 @@ def measure(models: Models, facts: Mapping[str, Any], budget: Budget, listener: 
     roles = tuple(models.infos) or ("target",)
     cores = devices.available_cores()
     threads = [placement.threads, *(placement.threads_of(r) for r in roles if placement.of(r).kind == "cpu")]
-    hardware = probe.probe(threads, cores, budget, listener.stage)
+    hardware = probe.probe(threads, cores, budget, listener.stage, native.reads)
     found: dict[str, Any] = {"models": {}, "together": None}
     if models.infos:
         found = profile_models.measure(models, hardware, budget, listener)

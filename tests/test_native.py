@@ -523,3 +523,15 @@ print("one")
 
 def test_every_part_of_the_source_is_in_the_name_of_what_is_built_from_it():
     assert set(native.PARTS) == {path.name for path in native.SOURCE.parent.glob("native*.[ch]")}
+
+
+@HERE
+def test_memory_is_read_whole_by_a_product_for_the_bandwidth_probe():
+    """Every number of the buffer takes part, and a buffer that is not in whole blocks is left to others."""
+    buffer = torch.zeros(3 * native.BLOCK * native.READ_WIDTH)
+    (read,) = native.reads(buffer).values()
+    assert not read().any()
+    for at in (0, 777, buffer.numel() // 2, buffer.numel() - 1):
+        buffer[at] = 1.0
+    assert float(read().sum()) == 4.0
+    assert native.reads(buffer[:-1]) == {}
