@@ -3,8 +3,9 @@
     python benchmarks/drafts.py --target smollm2-135m --dtype float32 --draft DIR --tasks bundled=16,spec-bench=8 --json
 
 Arms, interleaved prompt by prompt and taking turns at going first: plain decoding; `speculative` with self:int4 at
-draft lengths 2, 3, 4 and 6, with self:int8, and with every draft given; `lookup`. For an ordinary draft model (a
-pair) also its int4 form, and that with a pruned head. A task may have a path: `spec-bench=8@question.jsonl`.
+draft lengths 2, 3, 4 and 6, with self:int8 and with a self:int4 that reads everything itself at length 4, and with
+every draft given; `lookup`. For an ordinary draft model (a pair) also its int4 form, and that with a pruned head. A
+task may have a path: `spec-bench=8@question.jsonl`.
 Two passes, greedy and sampled at temperature 1, whose outputs are compared with plain decoding token by token. The
 greedy pass gives the speeds. Cost and agreement are remembered for `specbench list drafts`.
 """
@@ -30,7 +31,7 @@ from specbench.models.cost_curve import measure_cost
 from specbench.models.draft_options import DraftOptions
 from specbench.models.drafts import describe_draft
 from specbench.models.info import ModelInfo, describe
-from specbench.models.load import check_pair, load
+from specbench.models.load import check_pair, connect, load
 from specbench.models.specs import parse
 from specbench.options import build
 from specbench.results import drafts as known
@@ -72,7 +73,9 @@ class Item:
 def drafters(target: ModelInfo, given: list[str], head: int, offset: int | None) -> list[Drafter]:
     """Self-drafts, then the given ones; of an ordinary model its int4 form, and that with a pruned head."""
     wanted: list[tuple[str, str | None, DraftOptions]] = [
-        (f"self:{quant}", None, DraftOptions()) for quant in ("int4", "int8")
+        ("self:int4", None, DraftOptions()),
+        ("self:int4", None, DraftOptions(follow=False)),
+        ("self:int8", None, DraftOptions()),
     ]
     if offset is not None:
         wanted.append(("self:int4", None, DraftOptions(group_offset=offset)))
@@ -107,7 +110,7 @@ def arms(target: CachedModel, found: list[Drafter], lengths: tuple[int, ...]) ->
     made: dict[str, Strategy] = {PLAIN: Autoregressive({"target": target}, PlainOptions())}
     for one in found:
         assert one.model is not None
-        for length in (4,) if one.name == "self:int8" else lengths:
+        for length in (4,) if one.name == "self:int8" or not one.info.options.follow else lengths:
             made[f"{one.name} k={length}"] = Speculative({"target": target, "draft": one.model}, DraftLength(length))
     made["lookup"] = Lookup({"target": target}, LookupOptions())
     return made
@@ -159,13 +162,22 @@ def table(rows: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-def agreement(draft: CachedModel, rows: list[dict[str, Any]], items: list[Item]) -> float:
-    """Share of positions of plain decoding's greedy output where the draft's likeliest token is the same."""
+def agreement(target: CachedModel, draft: CachedModel, rows: list[dict[str, Any]], items: list[Item]) -> float:
+    """Share of positions of plain decoding's greedy output where the draft's likeliest token is the same; for a draft
+    that follows its target, behind what that has read."""
     agreeing = total = 0
     for row in (row for row in rows if row["arm"] == PLAIN):
         ids = np.array([*items[row["prompt"]].ids, *row["ids"]], dtype=np.int64)
         draft.reset()
-        best = draft.advance([ids[:-1]], last=len(row["ids"])).argmax(-1).tolist()
+        if draft.original is not None:
+            target.reset()
+            target.advance([ids[:-1]])
+            best = []
+            for end in range(len(ids) - len(row["ids"]), len(ids)):
+                draft.follow(0, ids[:end])
+                best += draft.advance([ids[:end]]).argmax(-1).tolist()
+        else:
+            best = draft.advance([ids[:-1]], last=len(row["ids"])).argmax(-1).tolist()
         agreeing += sum(a == b for a, b in zip(best, row["ids"], strict=True))
         total += len(row["ids"])
     return agreeing / max(1, total)
@@ -204,6 +216,7 @@ def main() -> None:
     for one in found:
         say(f"loading {one.name}")
         one.model = load(one.info, dtype=args.dtype, vocab_size=size, quant=one.quant)
+        connect({"target": info, "draft": one.info}, {"target": target, "draft": one.model})
     made = arms(target, found, tuple(int(length) for length in args.lengths.split(",")))
 
     eos = frozenset(info.eos_ids)
@@ -225,7 +238,7 @@ def main() -> None:
         one.facts = {
             "dtype": one.model.dtype,
             "cost_ratio": curve.ms(1) / plain_curve.ms(1),
-            "agreement": agreement(one.model, greedy, items),
+            "agreement": agreement(target, one.model, greedy, items),
             "weight_bytes": one.model.weight_bytes,
             "head_vocab": None if one.info.head_ids is None else len(one.info.head_ids),
         }

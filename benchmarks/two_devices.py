@@ -34,7 +34,7 @@ from specbench.hardware import devices
 from specbench.hardware.clock import Drain
 from specbench.hardware.environment import environment
 from specbench.hardware.overlap import Costs
-from specbench.models.load import load
+from specbench.models.load import connect, load
 from specbench.models.remote import RemoteModel, load_remote
 from specbench.results import metrics, statistics
 from specbench.results.prepare import Prepared
@@ -66,6 +66,7 @@ class Pair:
         use(cores[:1])
         self.target = load(infos["target"], **how, quant=prepared.quant("target"))
         self.draft = load(infos["draft"], **how, quant=quant)
+        connect(infos, {"target": self.target, "draft": self.draft})
         worker_device = devices.parse_device(f"cpu:{cores[1]}")
         self.remote: RemoteModel = load_remote(infos["draft"], "draft", worker_device, 1, **how, quant=quant)
 

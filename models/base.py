@@ -50,6 +50,8 @@ class CachedModel(ABC):
         last_forward_ns: how long the last forward took, for controllers (budgets, fallbacks).
         trace: a list to append every `Forward` to, or None. With a list the device is synchronised around each
             forward, which costs time: traced passes never feed a table.
+        original: the model whose weights these are, whole or rounded, if `follow` takes over what it has read; None
+            for one that reads everything itself.
         worker: of a model that other processes hold, wholly or with us, what a run drains and asks them with: `call`,
             `drain`, `join`; None where this process holds it alone.
     """
@@ -65,6 +67,7 @@ class CachedModel(ABC):
     kernels: str = "torch"
     last_forward_ns: int = 0
     trace: list[Forward] | None = None
+    original: CachedModel | None = None
     worker: Any = None
 
     @abstractmethod
@@ -135,6 +138,13 @@ class CachedModel(ABC):
             f"{self.name}: a sparse KV cache is made in the packed runtime on cpu, next to the target; this model has "
             f"the {self.runtime} runtime on {self.device}"
         )
+
+    def follow(self, row: int, context: Ids) -> None:  # noqa: B027 - nothing to do for most
+        """Puts the keys and values of `original` in the place of this model's own, as far as it has read a context.
+
+        What a draft that follows its target has to read itself is then only what the target has not: the latest token,
+        and what it drafts. Row r here is row r there. Nothing where there is no `original`.
+        """
 
     @abstractmethod
     def reset(self) -> None:

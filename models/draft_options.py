@@ -24,6 +24,8 @@ class DraftOptions:
     head: `int8` rounds the head of an int4 or int8 draft as well.
     group_size, group_offset: columns of a row that share a scale in int4, and the channel that the first group
         begins with.
+    follow: a self-draft in the target's process takes over the keys and values of what the target has read; false for
+        one that reads everything itself.
     """
 
     head_vocab: int | None = None
@@ -31,6 +33,7 @@ class DraftOptions:
     head: Literal["bfloat16", "int8"] = "bfloat16"
     group_size: int = 32
     group_offset: int = 0
+    follow: bool = True
 
     def __post_init__(self) -> None:
         if self.head_vocab is not None and self.head_vocab < 0:

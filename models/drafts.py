@@ -71,7 +71,8 @@ def read_card(folder: Path, name: str) -> dict:
 def _self_draft(target: ModelInfo, spec: ModelSpec, role: str) -> ModelInfo:
     """The target as its own draft, in the quantised form that the spec names."""
     spec = dataclasses.replace(target.spec, text=spec.text, quant=spec.quant)
-    return dataclasses.replace(target, spec=spec, role=role, fingerprint=f"{target.fingerprint}:{spec.quant}")
+    identity = f"{target.fingerprint}:{spec.quant}"
+    return dataclasses.replace(target, spec=spec, role=role, self_draft=True, fingerprint=identity)
 
 
 def _distilled(target: ModelInfo, spec: ModelSpec, role: str) -> ModelInfo:
@@ -116,8 +117,15 @@ def _shaped(info: ModelInfo, target: ModelInfo, options: DraftOptions, quant: st
             f"{info.role} {info.name}: draft.head, group-size and group-offset are of quantised drafts; "
             "give --draft self:int4 or --draft-quant int4"
         )
+    if not options.follow and not info.self_draft:
+        raise ModelError(
+            f"{info.role} {info.name}: draft.follow is of drafts that are the target itself; give --draft self:int4"
+        )
     ids, words = _head_ids(info, target, options), []
     identity = info.fingerprint
+    if not options.follow:
+        words.append("reads itself")
+        identity += ":apart"
     if quant and not info.spec.quant and (options.changes_grid or options.head_vocab):
         words.append(quant)
     if ids is not None:

@@ -52,6 +52,7 @@ class ModelInfo:
         tokenizer_fingerprint: of tokens, special tokens in front, and chat template.
         options: of a draft, what was asked of it.
         head_ids: the tokens that a draft's head is cut to, ascending; None for all.
+        self_draft: whether it is the target itself, in a quantised form, to draft for it.
         tables: the model whose embedding and head a distilled draft shares, and the digest they have to have.
     """
 
@@ -74,6 +75,7 @@ class ModelInfo:
     codec: TextCodec = field(repr=False, compare=False)
     options: DraftOptions = DraftOptions()
     head_ids: tuple[int, ...] | None = field(default=None, repr=False)
+    self_draft: bool = False
     tables: ModelInfo | None = field(default=None, repr=False)
     tables_digest: str = ""
 

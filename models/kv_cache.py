@@ -81,9 +81,16 @@ class KeyValueCache:
         """Copies the positions from `start` to `end` of one row into another."""
         self.blocks[:, :, to, :, start:end] = self.blocks[:, :, source, :, start:end]
 
-    def take(self, other: KeyValueCache, row: int, start: int, end: int, at: int) -> None:
-        """Copies the slots from `start` to `end` of the same row of another cache to the slots from `at` on."""
+    def take(self, other: KeyValueCache, row: int, start: int, end: int, at: int, roll: int = 0) -> None:
+        """Copies the slots from `start` to `end` of the same row of another cache to the slots from `at` on.
+
+        Args:
+            roll: by how many channels the values here begin later than the other's.
+        """
         self.blocks[:, :, row, :, at : at + end - start] = other.blocks[:, :, row, :, start:end]
+        if roll:
+            values = self.blocks[:, 1, row, :, at : at + end - start]
+            values.copy_(values.roll(-roll, -1))
 
     def pick(self, row: int, wanted: torch.Tensor) -> torch.Tensor:
         """Keys and values of some slots of a row, a copy: (layers, 2, heads, n, head_dim).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import ModelError, unknown
@@ -11,7 +11,16 @@ from .base import CachedModel
 from .info import ModelInfo, describe, explained, hub_snapshot, weight_files
 from .quiet import quiet
 
-__all__ = ["ModelInfo", "check_cache", "check_context", "check_pair", "describe", "load", "load_transformers"]
+__all__ = [
+    "ModelInfo",
+    "check_cache",
+    "check_context",
+    "check_pair",
+    "connect",
+    "describe",
+    "load",
+    "load_transformers",
+]
 
 DTYPES = ("float32", "bfloat16", "float16")
 RUNTIMES = ("auto", "packed", "transformers")
@@ -204,6 +213,23 @@ def load(
 
     hf_model = load_transformers(info, device, dtype)
     return TransformersModel(hf_model, name=info.name, context_length=info.context_length, vocab_size=vocab_size)
+
+
+def connect(infos: Mapping[str, ModelInfo], models: Mapping[str, CachedModel]) -> None:
+    """Lets self-drafts follow the target: what that has read they need not read, see `CachedModel.follow`.
+
+    Drafts in other processes, and models outside the packed runtime on CPU, read everything themselves.
+
+    Args:
+        infos, models: by role, `target` among them.
+    """
+    from .packed_cpu import CpuPackedModel
+
+    target = models["target"]
+    for role, model in models.items():
+        info = infos[role]
+        if info.self_draft and isinstance(model, CpuPackedModel):
+            model.original = target if info.options.follow and isinstance(target, CpuPackedModel) else None
 
 
 def load_transformers(info: ModelInfo, device: str = "cpu", dtype: str = "float32", ranks: int = 1) -> Any:

@@ -18,7 +18,7 @@ from .cost_curve import CostCurve
 from .kv_cache import ALIGNMENT, slots_for
 
 if TYPE_CHECKING:
-    from .packed import CpuPackedModel
+    from .packed_cpu import CpuPackedModel
     from .sparse_view import SparseView
 
 ROUNDS = 4  # of which the first does not count

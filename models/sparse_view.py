@@ -13,8 +13,9 @@ import torch
 
 from .base import CachedModel, Ids, common_prefix
 from .kv_cache import KeyValueCache
-from .packed import CpuPackedModel, PackedModel
+from .packed import PackedModel
 from .packed_attention import Span
+from .packed_cpu import CpuPackedModel
 from .sparse_select import POOLED, Selection, sinks_and_window, snapkv
 
 SPARE = 192  # slots for what comes after a selection, so that the cache is not laid out anew as soon as it has grown
@@ -28,7 +29,8 @@ class SparseView(CpuPackedModel):
     that parts from the row before that point is read from its beginning, with nothing left out.
 
     Attributes:
-        dense: whose weights these are; its row r is row r here.
+        dense: whose weights these are; its row r is row r here. It is the `original` that this one follows: drafts go
+            on from what full attention made of the tokens that were accepted.
         selection: the rule by which positions are chosen.
         last_select_ns, last_follow_ns: how long the latest `select` and `follow` took.
     """
@@ -37,7 +39,7 @@ class SparseView(CpuPackedModel):
         PackedModel.__init__(
             self, dense.config, name=dense.name, device=dense.device, dtype=dense.dtype, vocab_size=dense.vocab_size
         )
-        self.dense, self.selection = dense, selection
+        self.dense, self.selection, self.original = dense, selection, dense
         self.last_select_ns = self.last_follow_ns = 0
         self._now = dense._now
         self._decoder, self._queries, self.kernels = dense._decoder, None, dense.kernels
@@ -45,7 +47,7 @@ class SparseView(CpuPackedModel):
         self._cache = KeyValueCache(whole.layers, whole.heads, whole.head_dim, whole.dtype)
         self._bases = [0]  # per row, the positions that there were to choose from; 0 where all of them are here
         self._shifts = [0]  # per row, by how much a later position is more than its slot
-        self._exact = [0]  # per row, the positions whose keys and values are the dense model's, or left out
+        self._value_roll, self._exact = 0, [0]  # an exact position may be left out
 
     # What a strategy asks for
 
@@ -70,7 +72,7 @@ class SparseView(CpuPackedModel):
             raise ValueError(f"a budget of {budget} positions, of which {self.selection.fixed} are fixed")
         began = self._now()
         array = np.asarray(context, np.int64)
-        known = self._known_to_dense(row, array)
+        known = self._known_to_original(row, array)
         self._make_room(row + 1, len(array))
         self.forget(row)
         if known > budget:
@@ -87,34 +89,30 @@ class SparseView(CpuPackedModel):
 
     @torch.inference_mode()
     def follow(self, row: int, context: Ids) -> None:
-        """Puts the dense model's keys and values in the place of this one's own, wherever it has read a context.
-
-        So drafts go on from what full attention made of the tokens that were accepted, those included that this one
-        has not read itself.
+        """As every model does that has an `original`.
 
         Raises:
             ValueError: the context parts from the row among the positions of which some were left out.
         """
         began = self._now()
         array = np.asarray(context, np.int64)
-        self._make_room(row + 1, len(array))
-        shared = common_prefix(self._ids[row, : self._lengths[row]], array)
-        if shared < self._bases[row]:
-            raise ValueError(f"row {row} holds a selection of {self._bases[row]} tokens, {shared} of which agree")
-        start = min(self._exact[row], shared)
-        self._take(row, array, start, max(start, self._known_to_dense(row, array)))
+        if row < len(self._bases) and self._bases[row]:
+            shared = common_prefix(self._ids[row, : self._lengths[row]], array)
+            if shared < self._bases[row]:
+                raise ValueError(f"row {row} holds a selection of {self._bases[row]} tokens, {shared} of which agree")
+        super().follow(row, array)
         self.last_follow_ns = self._now() - began
 
     # What differs from a model that keeps everything
 
     def reset(self) -> None:
         super().reset()
-        self._bases, self._shifts, self._exact = ([0] * len(self._lengths) for _ in range(3))
+        self._bases, self._shifts = ([0] * len(self._lengths) for _ in range(2))
 
     def forget(self, row: int) -> None:
         super().forget(row)
         if row < len(self._lengths):
-            self._bases[row] = self._shifts[row] = self._exact[row] = 0
+            self._bases[row] = self._shifts[row] = 0
 
     def copy_row(self, source: int, to: int) -> None:
         return CachedModel.copy_row(self, source, to)
@@ -125,14 +123,13 @@ class SparseView(CpuPackedModel):
 
     def _make_room(self, rows: int, tokens: int) -> None:
         super()._make_room(rows, tokens)
-        for numbers in (self._bases, self._shifts, self._exact):
+        for numbers in (self._bases, self._shifts):
             numbers += [0] * (len(self._lengths) - len(numbers))
 
     def _cut(self, row: int, start: int) -> int:
         if start < self._bases[row]:
             self.forget(row)
             return 0
-        self._exact[row] = min(self._exact[row], start)
         return super()._cut(row, start)
 
     def _in_slots(self, spans: list[Span]) -> tuple[list[Span], list[int]]:
@@ -145,10 +142,6 @@ class SparseView(CpuPackedModel):
 
     def _used(self) -> list[int]:
         return [length - shift for length, shift in zip(self._lengths, self._shifts, strict=True)]
-
-    def _known_to_dense(self, row: int, context: np.ndarray) -> int:
-        dense = self.dense
-        return common_prefix(dense._ids[row, : dense._lengths[row]], context) if row < len(dense._lengths) else 0
 
     def _choose(self, row: int, known: int, budget: int) -> torch.Tensor:
         """(layers, kv_heads, budget) positions out of the first `known`.
@@ -167,17 +160,3 @@ class SparseView(CpuPackedModel):
             return native.choose(queries, cache, row, known, budget, rule.window, POOLED)
         keys = cache.blocks[:, 0, row, :, :known]
         return torch.stack([snapkv(queries[layer], keys[layer], budget, rule.window) for layer in range(cache.layers)])
-
-    def _take(self, row: int, context: np.ndarray, start: int, end: int) -> None:
-        """Takes over the positions from `start` to `end`, and drops what the row held behind them."""
-        shift = self._shifts[row]
-        self._lengths[row] = start
-        if end > start:
-            used = self._used()
-            self._cache.fit(len(used), max(end - shift, *used), used)
-            self._cache.take(self.dense._cache, row, start, end, start - shift)
-        self._mark(row, context, start, end)
-
-    def _mark(self, row: int, context: np.ndarray, start: int, end: int) -> None:
-        self._ids[row, start:end] = context[start:end]
-        self._lengths[row] = self._exact[row] = end

@@ -23,7 +23,7 @@ from ..models.base import CachedModel
 from ..models.builtin import cache_folder
 from ..models.drafts import describe_draft, read_card, shipped_for
 from ..models.info import ModelInfo
-from ..models.load import check_pair, check_runtime, load
+from ..models.load import check_pair, check_runtime, connect, load
 from ..models.specs import DRAFT_FILE, SHIPPED, parse
 from ..models.tables import tables_digest
 from ..tasks import warmup
@@ -169,6 +169,7 @@ def measure(target: ModelInfo, draft: str, dtype: str = "float32", threads: int 
         "target": load(target, dtype=dtype, vocab_size=size),
         "draft": load(info, dtype=dtype, vocab_size=size, quant=info.spec.quant),
     }
+    connect({"target": target, "draft": info}, models)
     try:
         found = measure_pair(models["target"], models["draft"], questions(target))
     finally:
@@ -188,6 +189,7 @@ def measure_pair(target: CachedModel, draft: CachedModel, texts: Sequence[Sequen
             model.advance([ids])
         for _ in range(AGREEMENT_TOKENS):
             choices = []
+            draft.follow(0, ids)  # as in decoding, where the target has read all but the latest token before
             for model in (target, draft):
                 began = clock.now()
                 choices.append(int(model.advance([ids], 1).argmax(-1)[0]))

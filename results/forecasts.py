@@ -158,7 +158,8 @@ def speedup(
     if levels is None:
         return None
     strategy = arm.get("strategy", "")
-    work = Work(drafting, samples, asked(strategy, drafting, samples, told), sum(lengths) / len(lengths), levels)
+    ran = asked(strategy, drafting, samples, told)
+    work = Work(drafting, samples, ran, sum(lengths) / len(lengths), levels, following(roles))
     found = replay(strategy, work, kept.prices)
     return found[0] / found[1] if found else None
 
@@ -172,7 +173,13 @@ def replayed(arm: Mapping[str, Any], samples: Sequence[Sample], prices: Prices) 
     told = ((steps_of(sample), sample.levels) for sample in samples)
     ran = asked(arm["strategy"], drafting, len(samples), told)
     length = sum(sample.prompt_tokens for sample in samples) / len(samples)
-    return replay(arm["strategy"], Work(drafting, len(samples), ran, length, levels), prices)
+    work = Work(drafting, len(samples), ran, length, levels, following(arm["roles"]))
+    return replay(arm["strategy"], work, prices)
+
+
+def following(roles: Mapping[str, Mapping[str, Any] | None]) -> list[str]:
+    """The roles of an arm whose models take over what the target has read."""
+    return [role for role, facts in roles.items() if (facts or {}).get("follows")]
 
 
 def level_roles(arm: Mapping[str, Any], count: int) -> list[str | None] | None:

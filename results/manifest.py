@@ -139,6 +139,7 @@ def describe_arm(
             "kernels": model.kernels,
             "fingerprint": prepared.infos[role].fingerprint,
             "weight_bytes": model.weight_bytes,
+            "follows": model.original is not None,
         }
     return {"name": name, "options": dataclasses.asdict(strategy.options), "roles": roles} | _facts(type(strategy))
 

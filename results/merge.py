@@ -40,6 +40,7 @@ _OF_A_ROLE = (
     "dtype",
     "runtime",
     "kernels",
+    "follows",
     "served",
     "software",
 )  # and the fingerprint

@@ -477,7 +477,7 @@ def _split_of_call(rows: Sequence[Sample], forwards: dict[str, list[list[int]]])
     busy: list[tuple[int, int]] = []
     for role, passes in forwards.items():
         split.by_role_ns[role] = sum(end - start for start, end, *_ in passes)
-        prefills = 0 if role == "target" else prompt_forwards(passes, sum(row.prompt_tokens for row in rows))
+        prefills = 0 if role == "target" else prompt_forwards(passes, [row.prompt_tokens for row in rows])
         for number, (start, end, *_) in enumerate(passes):
             if role == "target":
                 if start < first:  # a forward begun before the first token came is what made that token
@@ -497,12 +497,17 @@ def _split_of_call(rows: Sequence[Sample], forwards: dict[str, list[list[int]]])
     return split
 
 
-def prompt_forwards(passes: Sequence[Sequence[int]], prompt_tokens: int) -> int:
-    """How many leading forwards read the prompt. A drafting forward feeds one or two tokens per row, a view that
-    shares the target's cache (sparse KV) never reads the prompt."""
-    seen = 0
+def prompt_forwards(passes: Sequence[Sequence[int]], prompt_tokens: Sequence[int]) -> int:
+    """How many leading forwards of a draft read prompts. A prompt is read at once, so none of them has fewer tokens
+    than the shortest; a drafting forward feeds one or two tokens per row. A draft that takes over what the target has
+    read never reads a prompt, though it may review blocks of several tokens.
+
+    Args:
+        prompt_tokens: of each row.
+    """
+    seen, all_of_them, shortest = 0, sum(prompt_tokens), min(prompt_tokens, default=0)
     for number, (_, _, rows, new_tokens) in enumerate(passes):
-        if seen >= prompt_tokens or new_tokens <= 2 * rows:
+        if seen >= all_of_them or new_tokens <= 2 * rows or new_tokens < shortest:
             return number
         seen += new_tokens
     return len(passes)

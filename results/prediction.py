@@ -7,7 +7,7 @@ measured on real text turns them into a forecast for that text.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -226,6 +226,7 @@ class Work:
         asked: how the first draft model was.
         prompt_tokens: of a prompt, on average.
         level_roles: of a cascade's levels from large to small, None for one without a model.
+        follows: roles of drafts that take over what the target has read, and so have nothing to read themselves.
     """
 
     drafting: Drafting
@@ -233,6 +234,7 @@ class Work:
     asked: Asked
     prompt_tokens: float
     level_roles: Sequence[str | None] = ()
+    follows: Collection[str] = ()
 
     @property
     def context(self) -> float:
@@ -244,9 +246,9 @@ def replay(strategy: str, work: Work, prices: Prices) -> tuple[float, float] | N
     """Milliseconds of plain decoding for the tokens that were made, and of the steps that made them, by the curves.
 
     Every step is charged the target's forward over its draft and one token more, every forward of a draft model what it
-    looked at, tokens that it had missed included, and every sample that asked it the reading of its prompt; all of them
-    what is known to be done beside forwards. None for a strategy without a formula, or with a model whose costs are not
-    known.
+    looked at; one that does not follow the target also what it had missed, and in every sample that asked it the
+    prompt; all of them what is known to be done beside forwards. None for a strategy without a formula, or with a model
+    whose costs are not known.
     """
     target, context, drafting = prices.curves.get("target"), work.context, work.drafting
     if target is None or not drafting.steps:
@@ -291,7 +293,8 @@ def _drafting_ms(strategy: str, work: Work, prices: Prices) -> float | None:
             total += _first_ms(role, work, prices) or 0.0
             continue
         total += forwards * prices.curves[role].ms(1 + below / forwards, work.context)
-        total += work.asked.samples * prices.behind(role, work.prompt_tokens)
+        if role not in work.follows:
+            total += work.asked.samples * prices.behind(role, work.prompt_tokens)
     return total
 
 
@@ -306,8 +309,10 @@ def _first_ms(role: str, work: Work, prices: Prices) -> float | None:
     curve, asked = prices.curves.get(role), work.asked
     if curve is None:
         return None
-    total = asked.samples * prices.behind(role, work.prompt_tokens)
-    total += sum(count * prices.behind(role, tokens) for tokens, count in asked.behind.items())
+    total = 0.0
+    if role not in work.follows:
+        total += asked.samples * prices.behind(role, work.prompt_tokens)
+        total += sum(count * prices.behind(role, tokens) for tokens, count in asked.behind.items())
     for (forwards, reviewed), count in asked.reviews.items():
         total += count * forwards * curve.ms(1 + reviewed / forwards, work.context)
     return total

@@ -403,7 +403,7 @@ def _kinds(sample: Sample) -> dict[str, list[tuple[str, list[int]]]]:
     found = {}
     for role in sorted(forwards, key=lambda role: role != "target"):
         passes = forwards[role]
-        prompt = 0 if role == "target" else prompt_forwards(passes, sample.prompt_tokens * sample.batch_rows)
+        prompt = 0 if role == "target" else prompt_forwards(passes, [sample.prompt_tokens] * sample.batch_rows)
         what = "verify" if role == "target" else "draft"
         found[role] = [
             (f"{what}-prefill" if (one[0] < first if role == "target" else number < prompt) else what, one)

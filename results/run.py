@@ -27,7 +27,7 @@ from ..hardware import devices, environment
 from ..hardware.clock import Clock, Drain, drain_for
 from ..models.base import CachedModel
 from ..models.info import ModelInfo
-from ..models.load import load
+from ..models.load import connect, load
 from ..models.remote import ModelWorker, load_remote, peak_memory_bytes, reset_peak_memory
 from ..strategies.base import Request, Row, Strategy
 from ..strategies.verify import Verifier
@@ -343,6 +343,7 @@ class _Run:
         for arm in self.prepared.checked.arms:
             roles = [*arm.strategy.roles, *(r for r in arm.strategy.optional_roles if self._at_hand(r, arm))]
             loaded = {role: self._model(role, arm) for role in roles}
+            connect(self.prepared.infos, loaded)
             limit = min(model.max_rows for model in loaded.values())
             if self.plan.batch > limit:
                 raise UsageError(f"{arm.name}: this model runs at most {limit} row(s) at a time; lower --batch")

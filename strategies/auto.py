@@ -253,7 +253,9 @@ class Auto(Strategy):
         """Costs are the same for all prompts, so their tables are."""
         if self._rates is None:
             most = self.options.draft_length
-            draft = Times(self.curves["draft"], most) if self.drafts else None
+            draft = None
+            if self.drafts:
+                draft = Times(self.curves["draft"], most, follows=self.models["draft"].original is not None)
             self._rates = Rates(Times(self.curves["target"], most), draft, most, self.extra_ms)
         return self._rates
 

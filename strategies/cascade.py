@@ -224,11 +224,10 @@ def cascade_drafter(models: Mapping[str, CachedModel], sampling: Sampling, setti
     ngram = Ngram(len(neural), bigrams=settings.bigrams) if len(names) > len(neural) else None
     level, times = None, None
     for number in range(len(neural), 0, -1):  # from small to large: each level is fed by all that stands below it
-        reviewer = Times(settings.curves[neural[number - 1]], most)
+        model = models[neural[number - 1]]
+        reviewer = Times(settings.curves[neural[number - 1]], most, follows=model.original is not None)
         feed = _scheduled(reviewer, level, times, ngram, most, sampling, options) if level or ngram else None
-        level = CascadeDrafter(
-            models[neural[number - 1]], feed, verifier, accounts, number - 1, options.leniency, signs=True
-        )
+        level = CascadeDrafter(model, feed, verifier, accounts, number - 1, options.leniency, signs=True)
         times = reviewer
     target = Times(settings.curves["target"], most)
     feed = _scheduled(target, level, times, ngram, most, sampling, options, settings.assumed)

@@ -91,6 +91,7 @@ class CascadeDrafter(Drafter):
         lenience: how lenient the review is, at least 1.
         signs: whether to say how sure the model is of each token (a softmax over the vocabulary each).
         overshoot: hand out all that was accepted even beyond `limit`, as the released code of CS Drafting does.
+        follow: take over what the model's `original` has read; not where that is seen to already.
     """
 
     def __init__(
@@ -103,9 +104,10 @@ class CascadeDrafter(Drafter):
         lenience: float = 1.0,
         signs: bool = False,
         overshoot: bool = False,
+        follow: bool = True,
     ) -> None:
         self.model, self.inner, self.verifier, self.accounts, self.level = model, inner, verifier, accounts, level
-        self.lenience, self.signs, self.overshoot = lenience, signs, overshoot
+        self.lenience, self.signs, self.overshoot, self.follow = lenience, signs, overshoot, follow
         self.known: dict[int, int] = {}  # tokens of each row that the model has read
         self._calls: dict[int, int] = {}
 
@@ -121,6 +123,8 @@ class CascadeDrafter(Drafter):
         rooms = [self.model.context_length - len(row.tokens) for row in live]
         asked = [room if self.overshoot else min(room, limits[i] - 1) for i, room in zip(able, rooms, strict=True)]
         drafts = [NOTHING] * len(live) if self.inner is None else self.inner.propose(live, asked)
+        for row in live if self.follow else ():
+            self.model.follow(row.index, row.tokens.view())
         logits = self.model.advance(
             [row.tokens.view(draft.tokens) for row, draft in zip(live, drafts, strict=True)],
             [len(draft.tokens) + 1 for draft in drafts],

@@ -146,10 +146,15 @@ class Times:
     From two tokens on they never fall: what looks slower than more tokens was measured in a bad moment. And no token is
     quite free, or there would be no end to adding hopeless ones. One token may really be slower than two, where a
     kernel is.
+
+    Args:
+        most: the longest draft.
+        follows: of a draft model that takes over what the target has read: what is left for it to read is the draft so
+            far, which does not count.
     """
 
-    def __init__(self, curve: CostCurve, most: int) -> None:
-        self.curve, self._most = curve, most
+    def __init__(self, curve: CostCurve, most: int, follows: bool = False) -> None:
+        self.curve, self.follows, self._most = curve, follows, most
         self._known: dict[int, list[float]] = {}
 
     def of(self, rows: int) -> list[float]:
@@ -163,7 +168,9 @@ class Times:
 
     def reading(self, behind: int, rows: int) -> float:
         """What the next forward takes more where so many tokens are to be read beside the latest."""
-        return max(0.0, self.curve.ms(behind + 1, None, rows) - self.of(rows)[1]) if behind > 0 else 0.0
+        if self.follows or behind < 1:
+            return 0.0
+        return max(0.0, self.curve.ms(behind + 1, None, rows) - self.of(rows)[1])
 
 
 class Scheduled(Feed):
@@ -284,11 +291,12 @@ class Scheduled(Feed):
                 best = Plan(NGRAM, length, rate)
         if self.level is None:
             return best
+        assert self.level_times is not None
         token_ms = self.token_ms(row, limit, rows)
         length, rate = best_draft_length([state.alpha.value] * limit, lambda k: k * token_ms, times.__getitem__)
         rate = self._after_reading(row, rate, expected_tokens(state.alpha.value, length), rows)
         beaten = best.rate
-        if row.index not in self.level.known:
+        if row.index not in self.level.known and not self.level_times.follows:
             patient = state.rounds < PATIENCE
             beaten = EAGER * beaten if patient else max(beaten, state.without_draft(times[1]))
         if length and rate > beaten and rate * times[1] > WORTH:

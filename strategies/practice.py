@@ -59,8 +59,9 @@ def assumed_of(target: CachedModel, draft: CachedModel, given: Sequence[Answer])
     """How often the draft's first choice is the target's: on the questions, which neither wrote, and on the answers.
 
     Answers of the target are easier to guess than most of what it will write, questions harder, so both kinds of text
-    count the same, however long they are. A model that is surer is taken to be right at least as often. The caches are
-    empty afterwards.
+    count the same, however long they are. A draft that follows its target in decoding is judged here by what it makes
+    of the text alone, which is somewhat worse; a row's own tokens soon outweigh that. A model that is surer is taken to
+    be right at least as often. The caches are empty afterwards.
     """
     kinds = {False: [0, 0], True: [0, 0]}  # right, seen; of answers?
     classes = [[0, 0] for _ in SURE]

@@ -28,7 +28,7 @@ from .speculative import draft_and_verify
 from .verify import Verifier
 
 if TYPE_CHECKING:
-    from ..models.packed import CpuPackedModel
+    from ..models.packed_cpu import CpuPackedModel
 
 DRAFTS = ("self", "model")
 BOTTOMS = ("none", "ngram")

@@ -66,7 +66,7 @@ class SparseDrafter(Drafter):
         self.accounts = Accounts(2 if ngram else 1)
         self.account = Account()
         below = Stages([(Ngram(1, MIN_MATCH, PER_MATCH), _NO_LIMIT)]) if ngram else None
-        self.feed = Stages([(CascadeDrafter(view, below, verifier, self.accounts), _NO_LIMIT)])
+        self.feed = Stages([(CascadeDrafter(view, below, verifier, self.accounts, follow=False), _NO_LIMIT)])
         self._states: dict[int, RowState] = {}
         self._to_verify = False
 

@@ -22,7 +22,7 @@ from .verify import Verifier
 
 
 class ModelDrafter(Drafter):
-    """A draft model, proposing token by token."""
+    """A draft model, proposing token by token. What the target has read it takes over, where it can."""
 
     def __init__(self, model: CachedModel, verifier: Verifier) -> None:
         self.model = model
@@ -33,6 +33,9 @@ class ModelDrafter(Drafter):
         limits = [
             min(limit, self.model.context_length - len(row.tokens) + 1) for row, limit in zip(rows, limits, strict=True)
         ]
+        for row, limit in zip(rows, limits, strict=True):
+            if limit > 0:
+                self.model.follow(row.index, row.tokens.view())
         tokens: list[list[int]] = [[] for _ in rows]
         probs: list[list[torch.Tensor]] = [[] for _ in rows]
         for done in range(max(limits, default=0)):

@@ -87,6 +87,17 @@ def test_speculative_pays_for_its_drafts_its_blocks_and_the_prompt():
     assert found == (7 * 20.0, pytest.approx(2 * 28.0 + 8 * 2.0 + (3.0 - 2.0) + PROMPT))
 
 
+def test_a_draft_that_follows_its_target_pays_for_its_drafts_and_blocks_only():
+    found = replay("speculative", work({(4, 4): 1, (4, 1): 1}, follows=["draft"]), PRICES)
+    assert found == (7 * 20.0, pytest.approx(2 * 28.0 + 8 * 2.0))
+    levels = [[4, 3, 3, 0], [4, 3, 0, 0]]
+    asked = forecasts.asked("cascade", Drafting(), 1, [([(5, 4)], [levels])])
+    roles: dict[str, Any] = {"level_roles": ["draft", None], "follows": ["draft"]}
+    found = replay("cascade", work({(5, 4): 1}, levels, asked, **roles), PRICES)
+    assert found is not None
+    assert found[1] == pytest.approx(30.0 + 3 * 3.0)
+
+
 def test_plain_decoding_is_predicted_to_be_itself_and_lookup_pays_for_its_blocks_only():
     assert replay("autoregressive", work({(0, 0): 5}), PRICES) == (100.0, 100.0)
     assert replay("lookup", work({(0, 0): 2, (4, 3): 1}), PRICES) == (6 * 20.0, 2 * 20.0 + 28.0)

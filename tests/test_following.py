@@ -1,0 +1,213 @@
+"""Self-drafts that take over what their target has read."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from test_drafts import plan
+from test_packed import make, packed, text
+
+from specbench.errors import ModelError
+from specbench.models import load as loading
+from specbench.models.base import CachedModel
+from specbench.models.draft_options import DraftOptions
+from specbench.models.drafts import describe_draft
+from specbench.models.info import describe
+from specbench.models.specs import parse
+from specbench.results import forecasts
+from specbench.results import run as runs
+from specbench.strategies import registry
+from specbench.strategies.base import Request
+from specbench.strategies.sampling import Sampling
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path_factory.getbasetemp() / "specbench-cache"))
+
+
+def pair(dtype: str = "float32", family: str = "llama", **options) -> tuple[CachedModel, CachedModel]:
+    """A target, and a form of the same weights that follows it."""
+    target, draft = packed(make(family, dtype), dtype), packed(make(family, dtype), dtype, **options)
+    draft.original = target
+    return target, draft
+
+
+def reads(model: CachedModel, ids: np.ndarray, row: int = 0) -> int:
+    """New tokens of the model's next forward."""
+    model.trace = []
+    model.advance([ids], rows=[row])
+    (forward,) = model.trace
+    model.trace = None
+    return forward.new_tokens
+
+
+def test_only_the_latest_token_is_left_to_read():
+    target, draft = pair(quant="int4")
+    ids = text(50)
+    target.advance([ids[:40]])
+    draft.follow(0, ids[:41])
+    assert reads(draft, ids[:41]) == 1
+    assert reads(draft, ids[:43]) == 2, "what it drafted itself stays"
+    target.advance([ids[:48]])
+    draft.follow(0, ids[:49])
+    assert reads(draft, ids[:49]) == 1, "after a draft that was accepted whole as well"
+
+
+def test_what_was_rejected_is_dropped_and_nothing_stale_is_left():
+    target, draft = pair()
+    ids, other = text(50), text(50, seed=1)
+    target.advance([ids[:40]])
+    draft.follow(0, ids[:40])
+    draft.advance([np.concatenate([ids[:40], other[:6]])])
+    target.advance([np.concatenate([ids[:40], other[:6]])])
+    truth = np.concatenate([ids[:40], other[:2], ids[40:44]])
+    target.advance([truth[:-1]])
+    draft.follow(0, truth)
+    assert reads(draft, truth) == 1
+    fresh = packed(make()).advance([truth])
+    assert torch.allclose(draft.advance([truth]), fresh, atol=1e-5)
+
+
+def test_following_again_in_the_middle_of_a_draft_keeps_it():
+    target, draft = pair()
+    ids = text(30)
+    target.advance([ids[:20]])
+    for end in range(21, 26):
+        draft.follow(0, ids[:end])
+        assert reads(draft, ids[:end]) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_keys_and_values_are_the_targets(family, dtype):
+    """So the same weights go on with the same bits as the target itself, and rounded ones with bfloat16's of them."""
+    target, draft = pair(dtype, family)
+    ids = text(33)
+    target.advance([ids[:32]])
+    draft.follow(0, ids)
+    assert torch.equal(draft.advance([ids]), target.advance([ids]))
+
+
+def test_values_are_taken_over_into_channels_that_were_renumbered():
+    target, draft = pair(group_offset=3)
+    ids = text(33)
+    target.advance([ids[:32]])
+    draft.follow(0, ids)
+    assert reads(draft, ids) == 1
+    assert torch.allclose(draft.advance([ids]), target.advance([ids]), atol=1e-4)
+
+
+def test_every_row_follows_its_own():
+    target, draft = pair(quant="int8")
+    ids, other = text(30), text(50, seed=1)
+    target.advance([ids, other])
+    draft.follow(1, other)
+    assert reads(draft, other, row=1) == 1
+    draft.follow(0, ids)
+    assert reads(draft, ids, row=0) == 1
+    target.forget(1)
+    draft.forget(1)
+    draft.follow(1, ids)
+    assert reads(draft, ids, row=1) == len(ids), "the target has forgotten the row"
+
+
+def test_a_model_without_an_original_follows_nobody():
+    target, draft = pair(quant="int4")
+    draft.original = None
+    ids = text(30)
+    target.advance([ids])
+    draft.follow(0, ids)
+    assert reads(draft, ids) == len(ids)
+
+
+def test_a_copied_row_holds_what_it_was_copied_from():
+    target, draft = pair()
+    ids, other = text(30), text(30, seed=1)
+    target.advance([ids, other])
+    for row, tokens in enumerate((ids, other)):
+        draft.follow(row, tokens)
+    draft.copy_row(0, 1)
+    target.forget(1)
+    target.advance([ids[:20]], rows=[1])
+    draft.follow(1, ids)
+    assert torch.allclose(draft.advance([ids], rows=[1]), target.advance([ids], rows=[0]), atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("options", [{"quant": "int8"}, {"quant": "int4", "head_quant": "int8"}, {"quant": "int4"}])
+def test_other_kernels_and_another_dtype_hold_the_same_numbers(family, options):
+    target, draft = pair("float32", family, **options)
+    ids = text(40)
+    target.advance([ids])
+    draft.follow(0, ids)
+    ours, theirs = draft._cache.blocks, target._cache.blocks
+    assert torch.equal(ours[:, :, 0, :, :40], theirs[:, :, 0, :, :40].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", ["speculative", "cascade", "auto"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, verify="rejection")]
+)
+def test_no_draft_reads_what_its_target_has_read(name, sampling):
+    target, draft = pair("bfloat16", quant="int4")
+    kind = registry.get(name)
+    strategy = kind({"target": target, "draft": draft}, kind.Options())
+    strategy.prepare(1, 100)
+    strategy.practise([text(30, seed=5), text(40, seed=6)])
+    strategy.reset()
+    request = Request(1, text(60).tolist(), 24)
+    read, made = [], 0
+    draft.trace = []
+    for step in strategy.generate([request], sampling):
+        read += [forward.new_tokens for forward in draft.trace]
+        draft.trace.clear()
+        made += len(step.tokens)
+        request.done = made >= request.max_new_tokens
+    draft.trace = None
+    assert max(read, default=0) < 20, "never the prompt"
+    if name == "speculative":
+        assert set(read) == {1}
+
+
+def test_a_run_says_who_follows_and_the_output_stays(tmp_path):
+    done = runs.run(plan(tmp_path / "run", draft="self:int4", require_lossless=True))
+    assert done.failures == []
+    arm = next(arm for arm in done.manifest["arms"] if arm["strategy"] == "speculative")
+    assert arm["roles"]["draft"]["follows"] is True
+    assert arm["roles"]["target"]["follows"] is False
+    assert forecasts.following(arm["roles"]) == ["draft"]
+
+
+def test_it_can_be_switched_off(tmp_path):
+    done = runs.run(plan(tmp_path / "run", "draft.follow=false", draft="self:int4", require_lossless=True))
+    assert done.failures == []
+    arm = next(arm for arm in done.manifest["arms"] if arm["strategy"] == "speculative")
+    assert arm["roles"]["draft"]["follows"] is False
+    assert done.manifest["models"]["draft"]["spec"] == "self:int4 [reads itself]"
+    assert done.manifest["models"]["draft"]["fingerprint"].endswith(":apart")
+
+
+def test_only_a_self_draft_can_be_told_not_to():
+    target = describe(parse("tiny"), "target")
+    with pytest.raises(ModelError, match="give --draft self:int4"):
+        describe_draft(parse("tiny-draft"), target, options=DraftOptions(follow=False))
+
+
+def test_a_draft_that_is_not_beside_its_target_reads_itself():
+    target = describe(parse("tiny"), "target")
+    info = describe_draft(parse("self:int4"), target)
+    draft = loading.load(info, quant="int4")
+    generic = loading.load(target, runtime="transformers")
+    loading.connect({"target": target, "draft": info}, {"target": generic, "draft": draft})
+    assert draft.original is None
+    ours = loading.load(target)
+    loading.connect({"target": target, "draft": info}, {"target": ours, "draft": draft})
+    assert draft.original is ours
+    loading.connect({"target": target, "draft": info}, {"target": generic, "draft": draft})
+    assert draft.original is None, "the target that it followed is gone"
+    other = describe_draft(parse("tiny-draft"), target)
+    plain = loading.load(other)
+    loading.connect({"target": target, "draft": other}, {"target": ours, "draft": plain})
+    assert plain.original is None
