@@ -17,6 +17,7 @@ from typing import Any
 
 from specbench.hardware.clock import Clock, Drain
 from specbench.models.base import CachedModel
+from specbench.models.load import connect
 from specbench.results.listener import Listener
 from specbench.results.measure import Ending, Outcome, measure
 from specbench.results.plan import Plan, check, parse_option
@@ -90,12 +91,14 @@ def load_models(prepared: Sequence[Prepared], runtime: str = "auto") -> dict[str
     """The models of some plans over the same ones, by role, on the CPU, with room for one vocabulary."""
     source, first = Models(), prepared[0]
     vocab = min(one.vocab_size for one in prepared)
-    return {
+    models = {
         role: source.load(
             info, device="cpu", dtype=first.dtype, runtime=runtime, vocab_size=vocab, quant=first.quant(role)
         )
         for role, info in first.infos.items()
     }
+    connect(first.infos, models)
+    return models
 
 
 def measure_task(
@@ -106,6 +109,7 @@ def measure_task(
     drain: Callable[[], None] | None = None,
     before: Callable[[Arm], None] = lambda arm: None,
     reader: CachedModel | None = None,
+    between: Callable[[], None] = lambda: None,
 ) -> int:
     """All arms on every prompt in turn; the order moves on by one each time.
 
@@ -116,6 +120,7 @@ def measure_task(
         reader: the target of all arms, where only decode times are compared: it reads each prompt once, untimed, and
             keeps it for all arms, each of which computes the last token again. Times to the first token then mean
             nothing; drafts read the prompt themselves, inside the clock, as ever.
+        between: called after each prompt.
     """
     arms, task = list(arms), prepared.plan.task[0]
     sampling, clock = prepared.plan.sampling(prepared.eos), Clock()
@@ -141,6 +146,7 @@ def measure_task(
                         with args.out.with_suffix(".samples.jsonl").open("a", encoding="utf-8") as file:
                             file.write(line_of(sample))
         print(f"{task}: {number} of {len(turns)} prompts", file=sys.stderr, flush=True)
+        between()
     return rounds
 
 

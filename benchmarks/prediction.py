@@ -6,8 +6,8 @@
 
 Arms are interleaved prompt by prompt on one set of loaded models: plain decoding, `speculative` once per length,
 `lookup`, `cascade`, and `auto`. The target reads each prompt once, untimed, for all of them: only decoding is compared.
-Cost curves are measured before the first task and after every four prompts, and those around the prompts of a task
-count for it: a machine that changes its speed may change it differently for reading memory and for arithmetic.
+Cost curves are measured before a task and after each of its prompts, once over, and their medians count for it: a
+machine that changes its speed may change it differently for reading memory and for arithmetic.
 Predicted is what `results.prediction.replay` makes of the steps that were counted: the same function that fills the
 column "predicted by profile" of a run's table. Two things are added to what a profile knows: what an arm does beside
 its forwards, measured on questions that no task holds, and the reading of prompts of the very length. Nothing is fitted
@@ -32,6 +32,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,10 @@ from specbench.results.records import BASELINE, Sample, write_atomically
 from specbench.strategies import registry
 
 AUTO = "auto"
-TOGETHER = 4  # prompts between two measurements of the cost curves
 SETTINGS = ("target", "draft", "dtype", "lengths", "max_new_tokens", "temperature", "seed", "repeats")
 
 Samples = dict[str, list[Sample]]  # by arm
+Roles = Mapping[str, Mapping[str, Any]]  # of the models, with what the manifest of a run says of each
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -121,16 +122,24 @@ class Measuring:
         self.args, self.document, self.prepared = args, document, prepared
         self.samples: dict[str, Samples] = {}
         placement = prepared[0].checked.placement
-        for name, value in (("threads", placement.threads), ("cpu", environment()["cpu"])):
-            if document.setdefault(name, value) != value:
-                raise SystemExit(f"{args.out}: was measured with {name} {document[name]}, not {value}; name another")
+        self._same("threads", placement.threads)
+        self._same("cpu", environment()["cpu"])
         devices.apply(placement)
         self.models = load_models(prepared)
+        self._same("follows", [role for role, model in self.models.items() if model.original is not None])
         self.needed = max(one.needed_tokens for one in prepared)
         for model in self.models.values():
             model.reserve(1, self.needed)
-        self.lengths = sorted({_prompt_tokens(one) for one in prepared})
         self.arms = make_arms(self.models, [int(length) for length in args.lengths.split(",") if length])
+
+    def _same(self, name: str, value: Any) -> None:
+        """Notes what all tasks of a document have in common. Ends the program where others were measured otherwise."""
+        if self.document["tasks"] and self.document.get(name) != value:
+            was = self.document.get(name)
+            raise SystemExit(
+                f"{self.args.out}: was measured with {name} {was}, not {value}; name another file with --out"
+            )
+        self.document[name] = value
 
     def run(self) -> None:
         questions = drafts.questions(self.prepared[0].infos["target"])
@@ -144,15 +153,12 @@ class Measuring:
         for arm in self.arms:
             found = self.document["beside_ms"].setdefault(arm.name, [])
             found.append(beside_ms(arm, questions, sampling))
-        self._round()
         rounds = 0
         for one in self.prepared:
-            name, load, before = one.plan.task[0], os.getloadavg()[0], len(self.document["rounds"]) - 1
-            turns = [turn for turn in one.first_turns if turn.error is None]
-            for at in range(0, len(turns), TOGETHER):
-                part = dataclasses.replace(one, first_turns=turns[at : at + TOGETHER])
-                rounds = measure_task(part, self.arms, self.args, rounds, reader=self.models["target"])
-                self._round()
+            name, load, before = one.plan.task[0], os.getloadavg()[0], len(self.document["rounds"])
+            again = partial(self._round, _prompt_tokens(one))
+            again()
+            rounds = measure_task(one, self.arms, self.args, rounds, reader=self.models["target"], between=again)
             self.samples[name] = {arm.name: arm.samples[name] for arm in self.arms}
             ids = list(dict.fromkeys(sample.prompt_id for sample in self.samples[name][BASELINE]))
             entry = {"load": [load, os.getloadavg()[0]], "prompt_ids": ids, "prompt_tokens": _prompt_tokens(one)}
@@ -160,9 +166,8 @@ class Measuring:
             self.document["tasks"][name] = entry
             write(self.document, self.args.out)
 
-    def _round(self) -> None:
-        Note().stage("measuring cost curves")
-        self.document["rounds"].append(measure_round(self.models, self.needed, self.lengths))
+    def _round(self, prompt: int) -> None:
+        self.document["rounds"].append(measure_round(self.models, prompt, self.args.max_new_tokens))
 
 
 def _prompt_tokens(prepared: Prepared) -> int:
@@ -177,18 +182,17 @@ def write(document: Mapping[str, Any], path: Path | None) -> None:
 # What came out
 
 
-def predicted(arm: str, roles: Sequence[str], samples: Sequence[Sample], known: Prices) -> float | None:
+def predicted(arm: str, roles: Roles, samples: Sequence[Sample], known: Prices) -> float | None:
     """Decode speed-up over plain decoding, from the counted steps and the curves; of no steps there is none."""
-    facts = {"strategy": arm.split()[0], "roles": dict.fromkeys(roles), "options": {}}
+    facts = {"strategy": arm.split()[0], "roles": roles, "options": {}}
     found = replayed(facts, samples, known)
     return found[0] / found[1] if found else None
 
 
-def report_task(samples: Samples, roles: Sequence[str], known: Prices, beside: Mapping[str, float]) -> dict[str, Any]:
+def report_task(samples: Samples, roles: Roles, known: Prices, beside: Mapping[str, float]) -> dict[str, Any]:
     """Every arm of a task beside its prediction, and what `auto` chose.
 
     Args:
-        roles: of the models.
         beside: milliseconds per forward, by arm.
     """
     base = samples[BASELINE]
@@ -216,7 +220,7 @@ def report_task(samples: Samples, roles: Sequence[str], known: Prices, beside: M
 
 
 def _held_against(
-    name: str, roles: Sequence[str], ours: Sequence[Sample], base: Sequence[Sample], known: Prices
+    name: str, roles: Roles, ours: Sequence[Sample], base: Sequence[Sample], known: Prices
 ) -> dict[str, Any]:
     speedup = statistics.decode_speedup(statistics.pair(base, ours).pairs, per_token=True)
     if speedup is None:
@@ -267,7 +271,7 @@ def choosing(samples: Sequence[Sample], base: Sequence[Sample]) -> dict[str, Any
 def reported(document: dict[str, Any], samples: Mapping[str, Samples], args: argparse.Namespace) -> dict[str, Any]:
     """The document with the reports of all its tasks, and with a summary."""
     beside = {name: float(np.median(values)) for name, values in document["beside_ms"].items()}
-    roles = list(document["rounds"][-1]["curves"])
+    roles = {role: {"follows": role in document.get("follows", ())} for role in document["rounds"][-1]["curves"]}
     for task, entry in document["tasks"].items():
         known = prices([document["rounds"][at] for at in entry["rounds"]], entry["prompt_tokens"])
         entry |= report_task(samples[task], roles, known, beside)

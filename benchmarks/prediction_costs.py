@@ -18,23 +18,20 @@ from specbench.strategies.base import Request
 from specbench.strategies.practice import around_a_forward_ns
 from specbench.strategies.sampling import Sampling
 
-COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 13, 17)  # beyond 12 tokens the CPU kernels take a second turn
-CONTEXTS = (64, 384, 1024)
-REPEATS = 3
+COUNTS = (1, 2, 3, 4, 5, 8, 12, 13, 17)  # beyond 12 tokens the CPU kernels take a second turn
 QUESTIONS, TOKENS = 3, 24  # that every arm answers to show what it does beside forwards
 
 
-def measure_round(models: Mapping[str, CachedModel], needed: int, prompts: Sequence[int]) -> dict[str, Any]:
-    """One round of curves, as plain lists: `curves` by role, `reading` of the drafts by theirs.
+def measure_round(models: Mapping[str, CachedModel], prompt: int, answer: int) -> dict[str, Any]:
+    """One round of curves, as plain lists: `curves` by role in the middle of an answer, `reading` of the drafts.
 
     Args:
-        needed: tokens of the longest row.
-        prompts: lengths that the drafts are timed to read at once.
+        prompt, answer: tokens of a task's prompts and answers; the drafts are timed to read such a prompt at once.
     """
     longest = min(model.context_length for model in models.values())
-    contexts = sorted({min(at, longest - COUNTS[-1], max(needed, CONTEXTS[0])) for at in CONTEXTS})
-    grid: dict[str, Any] = dict(new_tokens=COUNTS, context=contexts, repeats=REPEATS)
-    reading: dict[str, Any] = dict(new_tokens=[min(count, longest - 1) for count in prompts], context=1, repeats=1)
+    context = min(prompt + answer // 2, longest - COUNTS[-1])
+    grid: dict[str, Any] = dict(new_tokens=COUNTS, context=context, repeats=1)
+    reading: dict[str, Any] = dict(new_tokens=min(prompt, longest - 1), context=1, repeats=1)
     drafts = {role: model for role, model in models.items() if role != "target"}
     return {
         "curves": {role: cost_of(model, **grid).as_record() for role, model in models.items()},
