@@ -227,17 +227,6 @@ def main() -> None:
         raise SystemExit("two devices need two cores")
     prepared = prepared_tasks(args, ("speculative",), place=f"target=cpu:{cores[0]}")
     pair = Pair(prepared[0], cores)
-    try:
-        arms = make_arms(pair, args)
-        tokens = max(one.needed_tokens for one in prepared)
-        costs = prepare_arms(arms, pair, tokens)
-        rounds = 0
-        for one in prepared:
-            rounds = measure_task(
-                one, arms, args, rounds, Drain((pair.remote.worker.drain,)), lambda arm: pair.use(arm.cores)
-            )
-    finally:
-        pair.close()
     result: dict[str, Any] = {
         "benchmark": "two-devices",
         "target": prepared[0].infos["target"].name,
@@ -247,10 +236,23 @@ def main() -> None:
         "max_new_tokens": args.max_new_tokens,
         "cores": list(cores),
         "cpu": environment()["cpu"],
-        "costs": as_record(costs) if costs else None,
-        "tasks": {one.plan.task[0]: report_task(one.plan.task[0], arms) for one in prepared},
+        "tasks": {},
     }
-    write(result, args.out)  # before anything is made of it
+    try:
+        arms = make_arms(pair, args)
+        tokens = max(one.needed_tokens for one in prepared)
+        costs = prepare_arms(arms, pair, tokens)
+        result["costs"] = as_record(costs) if costs else None
+        rounds = 0
+        for one in prepared:
+            rounds = measure_task(
+                one, arms, args, rounds, Drain((pair.remote.worker.drain,)), lambda arm: pair.use(arm.cores)
+            )
+            task = one.plan.task[0]
+            result["tasks"][task] = report_task(task, arms)
+            write(result, args.out)  # a task that was measured is not lost with the next one
+    finally:
+        pair.close()
     if costs:
         strategies = {arm.name: arm.strategy for arm in arms}
         for task, found in result["tasks"].items():

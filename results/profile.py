@@ -20,7 +20,6 @@ from ..hardware import devices, environment, probe, probe_cpu, probe_rates, prob
 from ..hardware.clock import Clock
 from ..hardware.devices import Device
 from ..hardware.probe_timing import Budget, budget_for
-from ..models import native
 from ..models.builtin import cache_folder
 from ..models.cost_curve import CostCurve
 from ..strategies import registry
@@ -138,6 +137,8 @@ def read(facts: Mapping[str, Any], quick: bool) -> Profile | None:
 
 def measure(models: Models, facts: Mapping[str, Any], budget: Budget, listener: Listener) -> dict[str, Any]:
     """The document of a profile. The process has to be on the target's cores already."""
+    from ..models import native
+
     placement = models.placement
     roles = tuple(models.infos) or ("target",)
     cores = devices.available_cores()

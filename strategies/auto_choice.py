@@ -12,8 +12,9 @@ Every way that is at hand makes an offer, in tokens per millisecond:
 The two ways that use a draft model are corrected by what they delivered of what they had promised before. What the
 draft model has not read yet is charged to the tokens that the reading will serve. The best offer is taken, a cascade
 unless another is clearly better, and another than the way in use only after a few rounds and if it is clearly better;
-a way that is worse than plain decoding is left at once when the row has lost more time than its budget allows. Offers
-are made anew when something was learned, and every few rounds.
+speculative rounds have to be better than a cascade by more than that, since they are among its own. A way that is worse
+than plain decoding is left at once when the row has lost more time than its budget allows. Offers are made anew when
+something was learned, and every few rounds.
 
 Times are those of the cost curves and never the clock's, so that the same tokens meet the same decisions. Decisions
 depend on tokens that are final, never on drafts that nobody has looked at: under the rejection rule the noise of a
@@ -36,6 +37,7 @@ PLAIN, LOOKUP, CASCADE, SPECULATIVE = "autoregressive", "lookup", "cascade", "sp
 CANDIDATES = (PLAIN, LOOKUP, CASCADE, SPECULATIVE)  # of equal offers the first is taken
 WITH_DRAFT = (CASCADE, SPECULATIVE)
 BETTER = 1.05  # by which another way has to be
+CONTAINED = 1.15  # by which speculative rounds have to be better than a cascade, which can go on in such rounds itself
 WORTH = 1.03  # how much faster than plain decoding a draft model has to promise to be
 DOUBT, AT_RISK = 0.1, 0.97  # were so much less right, a prompt is not read that would slow the row down below this
 FEWEST_ROUNDS = 6  # in one way, before it is left for a better one
@@ -256,8 +258,9 @@ class Chooser:
         self._try_again(state, row, rows)
         offers = {offer.name: offer for offer in self.offers(state, row, rows)}
         best = max(offers.values(), key=lambda offer: offer.rate)
-        if CASCADE in offers and state.name not in (best.name, CASCADE) and best.rate <= BETTER * offers[CASCADE].rate:
-            best = offers[CASCADE]  # does better than promised: it stops where the draft is not sure, and adds n-grams
+        cascade = offers.get(CASCADE)
+        if cascade and state.name not in (best.name, CASCADE) and best.rate <= _edge(CASCADE, best) * cascade.rate:
+            best = cascade  # does better than promised: it stops where the draft is not sure, and adds n-grams
         state.offers = tuple(offers.values())
         if not state.name:
             state.name = best.name
@@ -268,7 +271,7 @@ class Chooser:
     def _leaves(self, state: State, row: Row, now: Offer, best: Offer, plain: float) -> bool:
         if now.rate < plain and self._is_spent(state, row, plain):
             return True
-        return state.since >= FEWEST_ROUNDS and best.rate > BETTER * now.rate
+        return state.since >= FEWEST_ROUNDS and best.rate > _edge(now.name, best) * now.rate
 
     def _is_spent(self, state: State, row: Row, plain: float) -> bool:
         """Whether the row has lost more time against plain decoding than it may."""
@@ -308,6 +311,11 @@ class Chooser:
         """The rate when the time is counted in which the draft model reads what it has not read yet."""
         reading = self.rates.reading(len(row.tokens) - state.read - 1, rows)
         return rate_with(reading, rate, pays_over(row, bool(state.read)))
+
+
+def _edge(now: str, best: Offer) -> float:
+    """Times the rate of one way that another has to promise to be taken in its place."""
+    return CONTAINED if (now, best.name) == (CASCADE, SPECULATIVE) else BETTER
 
 
 def _lookup_rate(shadow: Shadow | None, plain_ms: float) -> float:

@@ -292,6 +292,19 @@ def test_when_the_draft_goes_wrong_it_is_left_and_when_it_comes_right_it_is_foun
     assert made.states[0].switches >= 2
 
 
+def test_a_cascade_that_takes_longer_beside_its_forwards_is_still_begun_with():
+    """Speculative rounds are among its own; they have to promise 15 % more. What it delivers decides later."""
+    ratios = []
+    for extra in (0.0, 0.2, 0.4, 0.6, 1.0, 2.0, 4.0):
+        made, row = chooser((PLAIN, SPECULATIVE, CASCADE), alpha=0.9, cascade=extra), Row(0, Request(1, [1, 2, 3], 400))
+        first = made.choose(row, 16, 1).name
+        rates = {offer.name: offer.rate for offer in made.states[0].offers}
+        ratios.append(rates[SPECULATIVE] / rates[CASCADE])
+        assert first == (CASCADE if ratios[-1] <= auto_choice.CONTAINED else SPECULATIVE)
+    assert any(auto_choice.BETTER < ratio <= auto_choice.CONTAINED for ratio in ratios)
+    assert max(ratios) > auto_choice.CONTAINED
+
+
 def test_it_does_not_go_to_and_fro_where_two_ways_are_as_good():
     """Half of the tokens right, at costs where that is hardly worth it: at most a few changes in 300 rounds."""
     made, row = chooser((PLAIN, SPECULATIVE), alpha=0.3, draft_ms=3.5), Row(0, Request(1, [1, 2, 3], 4000))
