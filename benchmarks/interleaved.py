@@ -119,7 +119,7 @@ def measure_task(
         before: called before each sample, untimed.
         reader: the target of all arms, where only decode times are compared: it reads each prompt once, untimed, and
             keeps it for all arms, each of which computes the last token again. Times to the first token then mean
-            nothing; drafts read the prompt themselves, inside the clock, as ever.
+            nothing; drafts read the prompt themselves, or take it over, inside the clock, as ever.
         between: called after each prompt.
     """
     arms, task = list(arms), prepared.plan.task[0]

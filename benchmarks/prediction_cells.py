@@ -112,7 +112,9 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
     axes.plot(line, line, color=COLOURS["soft"], linewidth=1)
     for number, (name, points) in enumerate(groups.items(), 1):
         x, y = zip(*points, strict=True)
-        axes.plot(x, y, "osD^vPX"[number % 7], color=COLOURS[f"arm{number % 7}"], markersize=6, linestyle="", label=name)
+        axes.plot(
+            x, y, "osD^vPX"[number % 7], color=COLOURS[f"arm{number % 7}"], markersize=6, linestyle="", label=name
+        )
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), aspect="equal")
     axes.set(xlabel="predicted decode speed-up", ylabel="measured decode speed-up")
     ticks = [tick for tick in (0.5, 0.7, 1, 1.2, 1.5, 2, 3, 4, 6, 8, 12) if low <= tick <= high]

@@ -288,3 +288,10 @@ def test_devices_and_threads_of_an_arm() -> None:
     apart = arm("b", roles={"draft": role(device="cpu:0", threads=1), "target": role(device="cpu:1-3", threads=3)})
     assert (metrics.devices(apart), metrics.threads(apart)) == (["cpu:1-3", "cpu:0"], 4)
     assert metrics.threads(arm("c", roles={"target": role(device="cuda:0", threads=None)})) is None
+
+
+def test_a_draft_that_never_reads_its_prompt_has_no_prefill_whatever_it_reviews():
+    reviews = [[0, 1, 1, 6], [1, 2, 1, 6]]
+    assert metrics.prompt_forwards(reviews, [100]) == 0
+    assert metrics.prompt_forwards([[0, 1, 1, 100], *reviews], [100]) == 1
+    assert metrics.prompt_forwards([[0, 1, 1, 50], [1, 2, 1, 100], [2, 3, 2, 2]], [100, 50]) == 2
