@@ -31,7 +31,7 @@ def measure_round(models: Mapping[str, CachedModel], prompt: int, answer: int) -
     longest = min(model.context_length for model in models.values())
     context = min(prompt + answer // 2, longest - COUNTS[-1])
     grid: dict[str, Any] = dict(new_tokens=COUNTS, context=context, repeats=1)
-    reading: dict[str, Any] = dict(new_tokens=min(prompt, longest - 1), context=1, repeats=1)
+    reading: dict[str, Any] = dict(new_tokens=min(prompt, longest - 1), context=1, repeats=1, last=1)
     drafts = {role: model for role, model in models.items() if role != "target"}
     return {
         "curves": {role: cost_of(model, **grid).as_record() for role, model in models.items()},

@@ -10,9 +10,10 @@ the file as soon as it is measured, and cells that the file has already are left
 measured bit by bit; everything else about the runs has to be the same. Flags in the file are held against those given,
 and its number type, threads and CPU against ours where a cell is to be measured; arms and task options are not checked.
 
-In each cell: plain decoding, lookup, with `--draft` speculative and a sparse draft of that model, `sparse-kv` for every
-selection, budget and gamma, on its automatic schedule, with an n-gram level below it, and with `--refresh` its
-positions chosen anew. Arms take turns at going first; the target reads the prompts once for all of them, but for the
+In each cell: plain decoding, lookup, with `--draft` speculative, `sparse-kv` for every selection, budget and gamma and
+on its automatic schedule, all that with `--draft` once more with a small cache of that model (of a self-draft: int4
+weights over a part of the target's cache), with an n-gram level below it, and with `--refresh` its positions chosen
+anew. Arms take turns at going first; the target reads the prompts once for all of them, but for the
 last tokens, and only decoding is compared: from the moment when all rows have their first token to the last token of
 the last row. The draft's reading and choosing is in it.
 
@@ -27,6 +28,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import sys
@@ -113,17 +115,17 @@ def make_arms(models: dict[str, CachedModel], args: argparse.Namespace, context:
     found = [arm(BASELINE, BASELINE), arm("lookup", "lookup")]
     if "draft" in models:
         found += [arm(f"speculative {k}", "speculative", draft_length=k) for k in numbers(args.lengths)]
-        found.append(sparse("sparse-kv draft model", draft="model"))
-    for selection in args.selections.split(","):
-        for budget in (number for number in numbers(args.budgets) if number < context):
-            for gamma in numbers(args.gammas):
-                given = {"selection": selection, "budget": budget, "gamma": gamma}
-                found.append(sparse(f"sparse-kv {selection} {budget} x{gamma}", **given))
-                if args.refresh:
-                    found.append(
-                        sparse(f"sparse-kv {selection} {budget} x{gamma} refresh", refresh=args.refresh, **given)
-                    )
-    found += [sparse("sparse-kv auto"), sparse("sparse-kv auto ngram", bottom="ngram")]
+    drafting = {"sparse-kv": "self", "sparse-kv draft model": "model"} if "draft" in models else {"sparse-kv": "self"}
+    budgets = [number for number in numbers(args.budgets) if number < context]
+    fixed = itertools.product(drafting.items(), args.selections.split(","), budgets, numbers(args.gammas))
+    for (title, draft), selection, budget, gamma in fixed:
+        name = f"{title} {selection} {budget} x{gamma}"
+        given = {"draft": draft, "selection": selection, "budget": budget, "gamma": gamma}
+        found.append(sparse(name, **given))
+        if args.refresh:
+            found.append(sparse(f"{name} refresh", refresh=args.refresh, **given))
+    found += [sparse(f"{title} auto", draft=draft) for title, draft in drafting.items()]
+    found.append(sparse("sparse-kv auto ngram", bottom="ngram"))
     words = [word for word in args.arms.split(",") if word]
     return [one for one in found if one.name == BASELINE or not words or any(word in one.name for word in words)]
 
@@ -133,13 +135,13 @@ def share_costs(arms: Sequence[Arm], args: argparse.Namespace, batch: int, token
     sparse = [arm.strategy for arm in arms if isinstance(arm.strategy, SparseKv)]
     known: dict[int, SparseCosts] = {}
     for strategy in sparse:
-        dense = id(strategy.view.dense)
-        if dense not in known:
+        model = id(strategy.view.model)
+        if model not in known:
             budgets = [budget for budget in numbers(args.budgets) if budget >= strategy.options.least_budget]
             longest = max(one.longest for one in sparse)
             target: Any = strategy.target
-            known[dense] = measure_sparse_costs(target, strategy.view, batch, tokens, budgets or [1024], longest)
-        strategy.use_costs(known[dense], batch, tokens)
+            known[model] = measure_sparse_costs(target, strategy.view, batch, tokens, budgets or [1024], longest)
+        strategy.use_costs(known[model], batch, tokens)
     return next(iter(known.values()))
 
 

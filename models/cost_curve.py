@@ -74,6 +74,7 @@ def measure_cost(
     rows: Sequence[int] | int = 1,
     repeats: int = 7,
     clock: Clock | None = None,
+    last: int | None = None,
 ) -> CostCurve:
     """Times one forward at every point of the grid; the model's cache is empty before and after.
 
@@ -85,6 +86,7 @@ def measure_cost(
     Args:
         context: cached tokens per row before the forward, one or several.
         rows: rows computed at once, one or several; at most the model's `max_rows`.
+        last: how many of the new tokens get logits at most; 1 for what reading a prompt costs. None for all.
 
     Raises:
         ValueError: an empty or impossible grid.
@@ -108,9 +110,11 @@ def measure_cost(
             model.advance([row[:cached] for row in ids[:batch]])
             for repeat in range(-1, repeats):
                 for i, count in enumerate(counts):
-                    asked = [row[: cached + count] for row in ids[:batch]]
+                    asked, wanted = [row[: cached + count] for row in ids[:batch]], min(count, last or count)
+                    if wanted < count:  # or the tokens of the last time would still be there
+                        model.advance([row[:cached] for row in ids[:batch]])
                     began = now()
-                    model.advance(asked, last=count).argmax(-1).tolist()
+                    model.advance(asked, last=wanted).argmax(-1).tolist()
                     ended = now()
                     if repeat >= 0:
                         took[repeat, i, j, k] = (ended - began) / 1e6

@@ -87,9 +87,18 @@ class KeyValueCache:
         Args:
             roll: by how many channels the values here begin later than the other's.
         """
-        self.blocks[:, :, row, :, at : at + end - start] = other.blocks[:, :, row, :, start:end]
+        self.put(other.blocks[:, :, row, :, start:end], row, at, roll)
+
+    def put(self, states: torch.Tensor, row: int, at: int, roll: int = 0) -> None:
+        """Writes keys and values, (layers, 2, heads, n, head_dim), to the slots of a row from `at` on.
+
+        Args:
+            roll: by how many channels the values here begin later than those given.
+        """
+        here = self.blocks[:, :, row, :, at : at + states.shape[3]]
+        here.copy_(states)
         if roll:
-            values = self.blocks[:, 1, row, :, at : at + end - start]
+            values = here[:, 1]
             values.copy_(values.roll(-roll, -1))
 
     def pick(self, row: int, wanted: torch.Tensor) -> torch.Tensor:

@@ -237,6 +237,40 @@ int product(const Matrix *matrix, const unit *x, float *to, int tokens, int thre
     return failed;
 }
 
+typedef struct {
+    const char *from;
+    int64_t bytes, *sums; /* (threads, 8) */
+    int ahead, threads;
+} Reading;
+
+static void read_work(void *data) {
+    const Reading *p = data;
+    const Team team = join_team(p->threads);
+    int begin, end;
+    share((int)(p->bytes / STRETCH), team, &begin, &end);
+    __m512i sums[STRETCH / 64];
+    for (int i = 0; i < STRETCH / 64; i++) sums[i] = _mm512_setzero_si512();
+    for (int s = begin; s < end; s++) {
+        const char *at = p->from + (int64_t)s * STRETCH;
+        for (int i = 0; i < STRETCH / 64; i++, at += 64) {
+            if (p->ahead) _mm_prefetch(at + p->ahead, _MM_HINT_T0);
+            sums[i] = _mm512_add_epi64(sums[i], _mm512_loadu_si512(at));
+        }
+    }
+    for (int i = 0; i < STRETCH / 64; i++) p->sums[8 * team.me] += _mm512_reduce_add_epi64(sums[i]);
+}
+
+/* Reads whole stretches of memory from front to back, asking for what lies `ahead` bytes behind, 0 for not asking.
+   Returns the sum of its words of 64 bits. */
+int64_t read_through(const char *from, int64_t bytes, int ahead, int threads) {
+    int64_t sums[8 * threads], sum = 0;
+    memset(sums, 0, sizeof sums);
+    Reading job = {from, bytes, sums, ahead, threads};
+    run_team(read_work, &job, threads);
+    for (int t = 0; t < threads; t++) sum += sums[8 * t];
+    return sum;
+}
+
 static void attention_work(void *data) {
     const Worker worker = worker_of(data), *w = &worker;
     place_heads(w, w->m->layers, 0);

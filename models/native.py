@@ -35,7 +35,8 @@ from .packed_linear import NATIVE, Matrix
 from .quantised import INT4_ROWS, check_groups, quantise_int4
 
 BLOCK = 32  # outputs that are stored together
-READ_WIDTH = 512  # numbers that each output of `reads` sums
+STRETCH = 512  # bytes that `read_through` reads at a time
+AHEAD = 4096  # bytes; for processors that do not ask for enough memory by themselves
 SOURCE = Path(__file__).with_name("native.c")
 PARTS = ("native.c", *(f"native_{part}.h" for part in ("attention", "call", "choice", "matrix", "product")))
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fno-strict-aliasing", "-fno-math-errno", "-fPIC", "-shared")
@@ -69,6 +70,7 @@ class Kernels:
             ("hint", None, [pointer, ctypes.c_size_t]),
             ("pack", None, [pointer, pointer, number, number, number]),
             ("product", number, [ctypes.POINTER(CMatrix), pointer, pointer, number, number]),
+            ("read_through", ctypes.c_int64, [pointer, ctypes.c_int64, number, number]),
             ("scratch_bytes", ctypes.c_size_t, [pointer, pointer]),
             ("forward", None, [pointer, pointer]),
             ("attention", None, [pointer] * 4),
@@ -185,13 +187,16 @@ def kernels(dtype: torch.dtype) -> Kernels | None:
 
 
 def reads(buffer: torch.Tensor) -> dict[str, Callable[[], Any]]:
-    """A way to read a float32 tensor once from one end to the other, for measuring memory: one token times weights that
-    fill it. None where there are no kernels, or the tensor is not in whole blocks."""
+    """Ways to read a tensor once from one end to the other, for measuring memory; each returns the sum of its words of
+    64 bits. None where there are no kernels, or the tensor is not in whole stretches."""
     found = kernels(torch.float32)
-    if found is None or buffer.numel() % (BLOCK * READ_WIDTH):
+    if found is None or buffer.nbytes % STRETCH:
         return {}
-    weights, token = Matrix(NATIVE, buffer.view(-1, READ_WIDTH, BLOCK)), torch.ones(1, READ_WIDTH)
-    return {"our own kernels": lambda: found.product(token, weights, len(weights.weight) * BLOCK)}
+
+    def read(ahead: int) -> int:
+        return found.library.read_through(buffer.data_ptr(), buffer.nbytes, ahead, torch.get_num_threads())
+
+    return {"our own loop": lambda: read(0), "our own loop, asking ahead": lambda: read(AHEAD)}
 
 
 @functools.cache

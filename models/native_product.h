@@ -26,6 +26,7 @@ enum {
     TURN = 4,       /* steps for which it asks for memory while it turns 16 keys */
     FEW = 6,        /* queries whose mixtures over two blocks of dims fit into registers */
     ALIGNMENT = 64, /* bytes */
+    STRETCH = 512,  /* bytes of memory that is read to see how fast it is */
 #ifdef __AVX512BF16__
     FETCHING = 6,   /* tokens from which on arithmetic leaves time to ask for what is read next; below, processors do */
 #else

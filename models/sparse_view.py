@@ -8,6 +8,8 @@ limit, at their true positions.
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import torch
 
@@ -22,32 +24,36 @@ SPARE = 192  # slots for what comes after a selection, so that the cache is not 
 
 
 class SparseView(CpuPackedModel):
-    """A `CachedModel` over another one's weights, whose rows hold a part of what that one, `dense`, has cached.
+    """A `CachedModel` over another one's weights, whose rows hold a part of what `dense` has cached.
 
     A row's chosen positions fill its first slots; every position behind the last one that there was to choose from has
     a slot of its own after them. So positions and slots of what comes later differ by one number per row. A context
     that parts from the row before that point is read from its beginning, with nothing left out.
 
     Attributes:
-        dense: whose weights these are; its row r is row r here. It is the `original` that this one follows: drafts go
-            on from what full attention made of the tokens that were accepted.
+        model: whose weights these are. One that follows its target has read nothing itself: its view takes everything
+            out of the target's cache, so a small cache and rounded weights come together.
+        dense: out of whose cache positions are chosen; its row r is row r here. It is the `original` that this one
+            follows: drafts go on from what full attention made of the tokens that were accepted.
         selection: the rule by which positions are chosen.
         last_select_ns, last_follow_ns: how long the latest `select` and `follow` took.
     """
 
-    def __init__(self, dense: CpuPackedModel, selection: Selection) -> None:
+    def __init__(self, model: CpuPackedModel, selection: Selection) -> None:
         PackedModel.__init__(
-            self, dense.config, name=dense.name, device=dense.device, dtype=dense.dtype, vocab_size=dense.vocab_size
+            self, model.config, name=model.name, device=model.device, dtype=model.dtype, vocab_size=model.vocab_size
         )
-        self.dense, self.selection, self.original = dense, selection, dense
+        self.dense = model if model.original is None else cast("CpuPackedModel", model.original)
+        self.selection, self.original = selection, self.dense
         self.last_select_ns = self.last_follow_ns = 0
-        self._now = dense._now
-        self._decoder, self._queries, self.kernels = dense._decoder, None, dense.kernels
-        whole = dense._cache
-        self._cache = KeyValueCache(whole.layers, whole.heads, whole.head_dim, whole.dtype)
+        self.model, self._now = model, model._now
+        self._decoder, self._queries, self.kernels = model._decoder, None, model.kernels
+        own = model._cache
+        self._cache = KeyValueCache(own.layers, own.heads, own.head_dim, own.dtype)
         self._bases = [0]  # per row, the positions that there were to choose from; 0 where all of them are here
         self._shifts = [0]  # per row, by how much a later position is more than its slot
-        self._value_roll, self._exact = 0, [0]  # an exact position may be left out
+        self._value_roll = 0 if self.dense is model else model._value_roll
+        self._exact = [0]  # an exact position may be left out
 
     # What a strategy asks for
 
@@ -80,7 +86,7 @@ class SparseView(CpuPackedModel):
             used = self._used()
             spare = SPARE if self.kernels == "native" else 0  # torch's operators attend over all slots
             self._cache.fit(len(used), max(budget + spare, *used), used)
-            self._cache.blocks[:, :, row, :, :budget] = picked
+            self._cache.put(picked, row, 0, self._value_roll)
             self._bases[row], self._shifts[row] = known, known - budget
             self._mark(row, array, 0, known)
         else:
@@ -118,7 +124,7 @@ class SparseView(CpuPackedModel):
         return CachedModel.copy_row(self, source, to)
 
     def close(self) -> None:
-        """Gives the small cache back; the weights belong to the dense model."""
+        """Gives the small cache back; the weights belong to the model that this is a view of."""
         self._cache.release()
 
     def _make_room(self, rows: int, tokens: int) -> None:
@@ -136,7 +142,7 @@ class SparseView(CpuPackedModel):
         return [Span(span.row, span.start - self._shifts[span.row], span.count) for span in spans], self._used()
 
     def _choose_filled_rows(self) -> None:
-        self.dense._choose_filled_rows()
+        self.model._choose_filled_rows()
 
     # The parts
 
@@ -155,7 +161,7 @@ class SparseView(CpuPackedModel):
         if queries is None:
             everywhere = sinks_and_window(known, budget, min(rule.sinks, budget))
             return everywhere.expand(cache.layers, cache.heads, budget)
-        native = self._decoder.native
+        native = self.dense._decoder.native
         if native is not None:
             return native.choose(queries, cache, row, known, budget, rule.window, POOLED)
         keys = cache.blocks[:, 0, row, :, :known]

@@ -223,7 +223,8 @@ def reading(model: CachedModel) -> dict[str, Any]:
     """`ms` in which a draft model reads a prompt of so many `tokens` at once: beyond the longest block of the curve a
     token costs less than its slope says."""
     tokens = max(1, min(PROMPT, model.context_length - 1))
-    return {"tokens": tokens, "ms": round(cost_of(model, new_tokens=(tokens,), context=1, repeats=3).ms(tokens), 4)}
+    curve = cost_of(model, new_tokens=(tokens,), context=1, repeats=3, last=1)
+    return {"tokens": tokens, "ms": round(curve.ms(tokens), 4)}
 
 
 def cautions(curve: CostCurve) -> list[str]:

@@ -400,8 +400,10 @@ def cost_curves(models: Mapping[str, CachedModel], rows: int, tokens: int) -> di
 
 
 def _grid(model: CachedModel, rows: int, tokens: int, reads: bool) -> dict[str, Any]:
-    """Blocks as drafts are; for a model that may have to catch up with a prompt, also one as long as a prompt."""
+    """Blocks as drafts are; for a model that may have to catch up with a prompt, also one as long as a prompt, with no
+    more logits than the longest draft has."""
     counts = (*MEASURED_COUNTS, MEASURED_PROMPT) if reads else MEASURED_COUNTS
     context = max(1, min(tokens, model.context_length - counts[-1], MEASURED_CONTEXT))
     counts = [count for count in counts if count + context <= model.context_length]
-    return {"new_tokens": counts, "context": context, "rows": sorted({1, min(rows, model.max_rows)})}
+    some = {"new_tokens": counts, "context": context, "rows": sorted({1, min(rows, model.max_rows)})}
+    return {**some, "last": MEASURED_COUNTS[-1]}

@@ -44,7 +44,8 @@ class Options:
     window: snapkv: the last tokens, whose attention chooses and which stay.
     sinks: stream: the first tokens, which stay.
     refresh: tokens after which the positions are chosen anew; 0 keeps those of the prompt, as published.
-    draft: `self`, or `model` for the draft model with a small cache of its own.
+    draft: `self`, or `model` for the draft model with a small cache of its own; of a self-draft, which follows the
+        target, that is a part of the target's cache.
     bottom: `ngram` has n-grams propose what the sparse draft then reviews in blocks.
     explain: measure costs even where nothing is to be chosen, and record predicted times beside the measured ones.
     """
@@ -160,5 +161,5 @@ class SparseKv(Strategy):
             None if options.budget == "auto" else options.budget,
             self.longest,
             options.least_budget,
-            1.0 if options.draft == "self" else OTHER_MODEL,
+            1.0 if self.view.dense is self.target else OTHER_MODEL,
         )

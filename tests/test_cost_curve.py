@@ -59,6 +59,13 @@ def test_every_point_of_the_grid_is_measured():
     assert curve.ms(4, 300, 3) == pytest.approx(22.3)
 
 
+def test_with_logits_of_the_last_token_alone_all_new_ones_are_still_read_every_time():
+    model, curve = measured(new_tokens=(1, 8), context=50, repeats=2, last=1)
+    assert curve.ms(8) == pytest.approx(18.05)
+    assert curve.ms(1) == pytest.approx(11.05)
+    assert {call[0] for call in model.calls} == {1}
+
+
 def test_numbers_of_new_tokens_take_turns():
     model, _ = measured(new_tokens=(1, 2), context=50, repeats=2)
     assert [call[0] for call in model.calls[1:]] == [1, 2, 1, 2, 1, 2]

@@ -7,19 +7,27 @@ import pytest
 import torch
 from test_drafts import plan
 from test_packed import make, packed, text
+from toys import decode
 
 from specbench.errors import ModelError
+from specbench.hardware.clock import Clock, Drain
 from specbench.models import load as loading
 from specbench.models.base import CachedModel
 from specbench.models.draft_options import DraftOptions
 from specbench.models.drafts import describe_draft
 from specbench.models.info import describe
+from specbench.models.sparse_select import Selection
 from specbench.models.specs import parse
 from specbench.results import forecasts
 from specbench.results import run as runs
+from specbench.results.measure import Ending, measure
 from specbench.strategies import registry
+from specbench.strategies.autoregressive import Autoregressive
+from specbench.strategies.autoregressive import Options as PlainOptions
 from specbench.strategies.base import Request
 from specbench.strategies.sampling import Sampling
+from specbench.strategies.sparse_kv import Options as SparseOptions
+from specbench.strategies.sparse_kv import SparseKv
 
 
 @pytest.fixture(autouse=True)
@@ -211,3 +219,43 @@ def test_a_draft_that_is_not_beside_its_target_reads_itself():
     plain = loading.load(other)
     loading.connect({"target": target, "draft": other}, {"target": ours, "draft": plain})
     assert plain.original is None
+
+
+# A small cache of the target's, read by a draft's weights
+
+
+@pytest.mark.parametrize("options", [{}, {"group_offset": 3}], ids=["as they are", "channels renumbered"])
+@pytest.mark.parametrize("kind", ["snapkv", "stream"])
+def test_a_view_of_a_draft_that_follows_is_chosen_from_what_the_target_has_read(kind, options):
+    """The same weights over it go on as the target's own view does, and the draft itself reads nothing."""
+    target, draft = pair(**options)
+    rule, ids = Selection(kind, window=8), text(70)
+    views = [target.sparse_view(rule), draft.sparse_view(rule)]
+    views[0].watch(True)
+    draft.trace = []
+    target.advance([ids[:60]])
+    for view in views:
+        view.select(0, ids[:61], 24)
+        assert reads(view, ids[:61]) == 1
+        view.advance([ids[:64]])
+    target.advance([ids[:66]])
+    for view in views:
+        view.follow(0, ids[:67])
+    ours, expected = (view.advance([ids[:67]]) for view in reversed(views))
+    assert torch.allclose(ours, expected, atol=1e-4)
+    assert draft.trace == []
+
+
+def test_rounded_weights_over_a_small_cache_keep_the_output_and_read_no_prompt():
+    ids = [int(token) for token in np.tile(text(40), 3)]
+    target, draft = pair(quant="int4")
+    strategy = SparseKv({"target": target, "draft": draft}, SparseOptions(draft="model", gamma=3, budget=48, window=8))
+    draft.trace = []
+    asked = [Request(at, ids[: 100 + 7 * at], 30) for at in range(2)]
+    outcomes = measure(strategy, asked, Sampling(), Ending(), Clock(), Drain())
+    assert sum(step[2] for outcome in outcomes for step in outcome.steps) > 20
+    assert draft.trace == []
+    assert strategy.view.weight_bytes == draft.weight_bytes < target.weight_bytes
+    plain = Autoregressive({"target": packed(make())}, PlainOptions())
+    again = [Request(one.key, one.ids, 30) for one in asked]
+    assert [outcome.token_ids for outcome in outcomes] == decode(plain, again, Sampling())

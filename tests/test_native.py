@@ -526,12 +526,11 @@ def test_every_part_of_the_source_is_in_the_name_of_what_is_built_from_it():
 
 
 @HERE
-def test_memory_is_read_whole_by_a_product_for_the_bandwidth_probe():
-    """Every number of the buffer takes part, and a buffer that is not in whole blocks is left to others."""
-    buffer = torch.zeros(3 * native.BLOCK * native.READ_WIDTH)
-    (read,) = native.reads(buffer).values()
-    assert not read().any()
-    for at in (0, 777, buffer.numel() // 2, buffer.numel() - 1):
-        buffer[at] = 1.0
-    assert float(read().sum()) == 4.0
-    assert native.reads(buffer[:-1]) == {}
+def test_memory_is_read_whole_for_the_bandwidth_probe():
+    """Every word of the buffer takes part, and a buffer that is not in whole stretches is left to others."""
+    words = torch.arange(7 * native.STRETCH // 8)
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        for read in native.reads(words.view(torch.float32)).values():
+            assert read() == int(words.sum())
+    assert native.reads(words[:-1].view(torch.float32)) == {}
