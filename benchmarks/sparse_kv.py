@@ -10,12 +10,12 @@ the file as soon as it is measured, and cells that the file has already are left
 measured bit by bit; everything else about the runs has to be the same. Flags in the file are held against those given,
 and its number type, threads and CPU against ours where a cell is to be measured; arms and task options are not checked.
 
-In each cell: plain decoding, lookup, with `--draft` speculative, `sparse-kv` for every selection, budget and gamma and
-on its automatic schedule, all that with `--draft` once more with a small cache of that model (of a self-draft: int4
-weights over a part of the target's cache), with an n-gram level below it, and with `--refresh` its positions chosen
-anew. Arms take turns at going first; the target reads the prompts once for all of them, but for the
-last tokens, and only decoding is compared: from the moment when all rows have their first token to the last token of
-the last row. The draft's reading and choosing is in it.
+In each cell: plain decoding, lookup, with `--draft` speculative; `sparse-kv` for every selection, budget and gamma,
+with `--refresh` also with positions chosen anew, and on its automatic schedule; with `--draft` all of these once more
+where that model drafts over a small cache (of a self-draft: rounded weights over a part of the target's); and on the
+automatic schedule with an n-gram level below the target. Arms take turns at going first; the target reads the prompts
+once for all of them, but for the last tokens, and only decoding is compared: from the moment when all rows have their
+first token to the last token of the last row. The draft's reading and choosing is in it.
 
 Each row of a batch is another prompt. Beside every speed-up stand the acceptance, the share of distinct tokens (a text
 that goes round in circles flatters every draft), the step time that the cost model gives for what was drafted, over
@@ -399,11 +399,12 @@ def table(document: dict[str, Any]) -> str:
             f"{cell['context']} tokens, {cell['batch']} row(s): {cell['distinct_token_share']:.0%} distinct tokens, "
             f"plain decoding reads {'-' if reads is None else f'{reads:.0f}'} GB/s of keys and values"
         )
+        width = max(map(len, cell["arms"]))
         for name, arm in cell["arms"].items():
             rate = arm["acceptance_rate"]
             accepted = "    -" if rate is None else f"{rate:5.2f}"
             line = (
-                f"  {name:36s} {arm['decode_tokens_per_s']:7.1f} tok/s {arm['speedup']:5.2f}x "
+                f"  {name:{width}s} {arm['decode_tokens_per_s']:7.1f} tok/s {arm['speedup']:5.2f}x "
                 f"{arm['step_ms']:8.1f} ms/step {arm['tokens_per_step']:5.2f} tokens/step {accepted} accepted"
             )
             if "predicted_over_measured" in arm:

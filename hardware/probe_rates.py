@@ -1,9 +1,9 @@
 """How fast memory is read and matrices are multiplied, by torch, on a CPU or a GPU.
 
 Bandwidth is read bandwidth, since that is what decoding does with weights: a buffer many times larger than the last
-level of cache is reduced to one number by several operations of torch and numpy, and by what kernels of the caller's
-do with weights. Each of them reaches the limit of the memory bus on some processors, none on all
-(`benchmarks/hardware_check.py` compares with a program in C).
+level of cache is reduced to one number by several operations of torch and numpy, and by loops of the caller's. Each of
+them reaches the limit of the memory bus on some processors, none on all (`benchmarks/hardware_check.py` compares with a
+program in C).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from .probe_cpu import last_level
 from .probe_timing import Budget, fastest, scaled
 
-MIB = 1 << 20
+MIB, PAGE = 1 << 20, 4096
 _SMALLEST, _SHARE = 512 * MIB, 8  # bytes of the buffer at least, and the part of the memory that it takes at most
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 
@@ -61,7 +61,7 @@ def memory(
             if last and last["level"] >= 2:
                 # Half of what one cache holds for each thread that shares it, so that it all stays there.
                 part = last["bytes"] // 2 // last["shared_by"] * min(count, last["shared_by"] * last["count"])
-                few = buffer[: max(1, min(part, size) // 4)]
+                few = buffer[: max(1, min(part, size) // PAGE * PAGE // 4)]
                 row["cache"] = read_bandwidth(few, count, budget.share(0.4, 2.0), budget, reads)
         rows.append(row)
     return {"buffer_bytes": size, "rates": rows}

@@ -129,7 +129,8 @@ class CachedModel(ABC):
             raise ValueError(f"{self.name} has at most {self.max_rows} row(s), asked to copy {source} to {to}")
 
     def sparse_view(self, selection: Selection) -> SparseView:
-        """A second, small cache over the same weights, with a part of what this one holds; see `sparse_view`.
+        """A second, small cache over the same weights, with a part of what this one holds, or of what its `original`
+        does; see `sparse_view`.
 
         Raises:
             ModelError: the runtime cannot have one.

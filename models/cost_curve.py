@@ -78,10 +78,10 @@ def measure_cost(
 ) -> CostCurve:
     """Times one forward at every point of the grid; the model's cache is empty before and after.
 
-    What is timed is what a decoding step needs: the forward with logits after every new token, their argmax, and its
-    way to the host, so that nothing is left running on the device. All numbers of new tokens are measured in turn,
-    `repeats` times, after one round that does not count: a slow moment hits all of them alike. Token ids are random
-    and the same on every call.
+    What is timed is what a decoding step needs: the forward with logits after every new token (or `last`), their
+    argmax, and its way to the host, so that nothing is left running on the device. All numbers of new tokens are
+    measured in turn, `repeats` times, after one round that does not count: a slow moment hits all of them alike. Token
+    ids are random and the same on every call.
 
     Args:
         context: cached tokens per row before the forward, one or several.
@@ -94,6 +94,8 @@ def measure_cost(
     counts, contexts, batches = _axis(new_tokens), _axis(context), _axis(rows)
     if repeats < 1:
         raise ValueError("a median needs at least one repeat")
+    if last is not None and last < 1:
+        raise ValueError(f"a forward has logits after at least its last token, not {last}")
     if contexts[-1] + counts[-1] > model.context_length:
         raise ValueError(
             f"{contexts[-1]} + {counts[-1]} tokens are more than {model.name}'s context of {model.context_length}"
@@ -111,8 +113,8 @@ def measure_cost(
             for repeat in range(-1, repeats):
                 for i, count in enumerate(counts):
                     asked, wanted = [row[: cached + count] for row in ids[:batch]], min(count, last or count)
-                    if wanted < count:  # or the tokens of the last time would still be there
-                        model.advance([row[:cached] for row in ids[:batch]])
+                    if wanted < count:  # or the tokens of the last time would still be there; waits for the device
+                        model.advance([row[:cached] for row in ids[:batch]]).argmax(-1).tolist()
                     began = now()
                     model.advance(asked, last=wanted).argmax(-1).tolist()
                     ended = now()

@@ -239,7 +239,8 @@ int product(const Matrix *matrix, const unit *x, float *to, int tokens, int thre
 
 typedef struct {
     const char *from;
-    int64_t bytes, *sums; /* (threads, 8) */
+    int64_t bytes;
+    uint64_t *sums; /* (threads, 8) */
     int ahead, threads;
 } Reading;
 
@@ -257,13 +258,13 @@ static void read_work(void *data) {
             sums[i] = _mm512_add_epi64(sums[i], _mm512_loadu_si512(at));
         }
     }
-    for (int i = 0; i < STRETCH / 64; i++) p->sums[8 * team.me] += _mm512_reduce_add_epi64(sums[i]);
+    for (int i = 0; i < STRETCH / 64; i++) p->sums[8 * team.me] += (uint64_t)_mm512_reduce_add_epi64(sums[i]);
 }
 
 /* Reads whole stretches of memory from front to back, asking for what lies `ahead` bytes behind, 0 for not asking.
    Returns the sum of its words of 64 bits. */
-int64_t read_through(const char *from, int64_t bytes, int ahead, int threads) {
-    int64_t sums[8 * threads], sum = 0;
+uint64_t read_through(const char *from, int64_t bytes, int ahead, int threads) {
+    uint64_t sums[8 * threads], sum = 0;
     memset(sums, 0, sizeof sums);
     Reading job = {from, bytes, sums, ahead, threads};
     run_team(read_work, &job, threads);

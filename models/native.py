@@ -70,7 +70,7 @@ class Kernels:
             ("hint", None, [pointer, ctypes.c_size_t]),
             ("pack", None, [pointer, pointer, number, number, number]),
             ("product", number, [ctypes.POINTER(CMatrix), pointer, pointer, number, number]),
-            ("read_through", ctypes.c_int64, [pointer, ctypes.c_int64, number, number]),
+            ("read_through", ctypes.c_uint64, [pointer, ctypes.c_int64, number, number]),
             ("scratch_bytes", ctypes.c_size_t, [pointer, pointer]),
             ("forward", None, [pointer, pointer]),
             ("attention", None, [pointer] * 4),
@@ -188,7 +188,7 @@ def kernels(dtype: torch.dtype) -> Kernels | None:
 
 def reads(buffer: torch.Tensor) -> dict[str, Callable[[], Any]]:
     """Ways to read a tensor once from one end to the other, for measuring memory; each returns the sum of its words of
-    64 bits. None where there are no kernels, or the tensor is not in whole stretches."""
+    64 bits. Empty where there are no kernels, or the tensor is not in whole stretches."""
     found = kernels(torch.float32)
     if found is None or buffer.nbytes % STRETCH:
         return {}

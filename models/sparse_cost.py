@@ -33,9 +33,9 @@ class SparseCosts:
         target: new tokens per row x positions x rows, with all of the text cached.
         draft: the same of the sparse draft; its positions are those in its own small cache.
         select_ms, select_base_ms: choosing a small cache for a row: per token of its context, and whatever that is.
-        follow_ms: bringing a row's small cache up to date, once a round; 0 where a model of its own drafts, whose cache
-            holds what it drafted with.
-        read_ms: what a draft model of its own takes to read a token of a prompt; 0 where the target drafts.
+        follow_ms: bringing a row's small cache up to date, once a round; 0 where it is not a part of the target's, but
+            holds what the draft drafted with.
+        read_ms: what a draft takes to read a token of a prompt; 0 where its small cache is a part of the target's.
         by_slots: whether attention runs over all slots of the cache, for all rows alike.
     """
 
@@ -106,7 +106,7 @@ def measure_sparse_costs(
         count = min(_READ, view.dense.context_length // 2)
         behind = max(1, min(tokens, view.dense.context_length) // 2)
         read_ms = _forward_ms(view.dense, behind, count, now) / count
-        follow_ms = 0.0  # only the target's view takes over what verifications left
+        follow_ms = 0.0  # only a part of the target's cache takes over what verifications left
     by_slots = target.kernels != "native"
     return SparseCosts(target_curve, draft_curve, select_ms, read_ms, by_slots, base_ms, follow_ms)
 

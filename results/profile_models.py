@@ -160,7 +160,7 @@ def _describe(
         "tokens_per_s": round(1000 / curve.ms(1), 2),
         "curve": curve.as_record(),
         "further": [more.as_record() for more in further],
-        "reading": reading(model) if role != "target" else None,
+        "reading": reading(model, curve.new_tokens[-1]) if role != "target" else None,
         "bound": [bound(curve, context, model.weight_bytes, bytes_per_token, rates) for context in curve.contexts],
         "joules_per_token": joules_per_token(model, device.kind, curve, budget),
         "left_out": left_out,
@@ -219,11 +219,16 @@ def _grid(parts: Mapping[tuple[int, int], CostCurve], contexts: Sequence[int], r
     return CostCurve(parts[contexts[0], rows[0]].new_tokens, tuple(contexts), tuple(rows), values)
 
 
-def reading(model: CachedModel) -> dict[str, Any]:
+def reading(model: CachedModel, longest: int) -> dict[str, Any]:
     """`ms` in which a draft model reads a prompt of so many `tokens` at once: beyond the longest block of the curve a
-    token costs less than its slope says."""
+    token costs less than its slope says.
+
+    Args:
+        longest: tokens of that block. No more logits than it has are asked for: a prompt needs one, and what lies
+            between the two is then a line of reading alone.
+    """
     tokens = max(1, min(PROMPT, model.context_length - 1))
-    curve = cost_of(model, new_tokens=(tokens,), context=1, repeats=3, last=1)
+    curve = cost_of(model, new_tokens=(tokens,), context=1, repeats=3, last=longest)
     return {"tokens": tokens, "ms": round(curve.ms(tokens), 4)}
 
 

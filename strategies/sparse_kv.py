@@ -23,7 +23,7 @@ from ..models.sparse_select import KINDS, Selection
 from .base import Request, Step, Strategy
 from .sampling import Sampling
 from .sparse_kv_drafter import SparseDrafter
-from .sparse_kv_schedule import BUDGETS, HOPE, LONGEST, OTHER_MODEL, WORTH, Schedule
+from .sparse_kv_schedule import BUDGETS, HOPE, LONGEST, OTHER_MODEL, ROUNDED, WORTH, Schedule
 from .speculative import draft_and_verify
 from .verify import Verifier
 
@@ -153,6 +153,12 @@ class SparseKv(Strategy):
     def close(self) -> None:
         self.view.close()
 
+    @property
+    def _misses(self) -> float:
+        if self.options.draft == "self":
+            return 1.0
+        return ROUNDED if self.view.dense is self.target else OTHER_MODEL
+
     def _schedule(self) -> Schedule:
         options = self.options
         return Schedule(
@@ -161,5 +167,5 @@ class SparseKv(Strategy):
             None if options.budget == "auto" else options.budget,
             self.longest,
             options.least_budget,
-            1.0 if self.view.dense is self.target else OTHER_MODEL,
+            self._misses,
         )

@@ -53,7 +53,7 @@ class SparseDrafter(Drafter):
 
     Args:
         view: of the target, or of a draft model; it is this one's alone while it drafts.
-        shared: whether the view is the target's, so that its verifications tell what its cache should hold.
+        shared: whether it is a part of the target's cache, so that verifications tell what it should hold.
         ngram: whether the view reviews what n-grams say instead of drafting one by one.
         refresh: tokens after which a row's small cache is chosen anew; 0 for never.
     """

@@ -31,9 +31,9 @@ BUDGETS = (128, 256, 512, 1024)
 # Chance of a draft token to be right behind right ones, by budget: x such that (x + x^2 + x^3) / 3 is the acceptance
 # that was measured with three draft tokens (docs/strategies/sparse-kv.md): 128 on four answers, 256 on six, 512 the
 # worse of two; 1024 was not measured. Cautious, since what is seen corrects it within a few rounds, and a selection
-# that did not pay is lost. And how much more often another, small model is wrong.
+# that did not pay is lost. And how much more often the target's own weights, rounded, are wrong, and another model.
 ASSUMED = {128: 0.60, 256: 0.75, 512: 0.85, 1024: 0.88}
-OTHER_MODEL = 3.0
+ROUNDED, OTHER_MODEL = 1.5, 3.0
 WORTH = 1.02  # how much faster than plain decoding drafting has to promise to be: it takes time of its own
 HOPE = 0.98  # share of right tokens with which it has to pay for a row to be tried again
 REST = 32  # tokens that a row is decoded plainly before it is tried again; doubled each time

@@ -64,6 +64,39 @@ def test_with_logits_of_the_last_token_alone_all_new_ones_are_still_read_every_t
     assert curve.ms(8) == pytest.approx(18.05)
     assert curve.ms(1) == pytest.approx(11.05)
     assert {call[0] for call in model.calls} == {1}
+    model, curve = measured(new_tokens=(2, 8), context=50, rows=(1, 3), repeats=2, last=4)
+    assert curve.ms(8, 50, 3) == pytest.approx(34.05)
+    assert {call[0] for call in model.calls if call[1] == 50} == {2, 4}
+    with pytest.raises(ValueError, match="at least its last token, not 0"):
+        measured(last=0)
+
+
+class Queued(Priced):
+    """A device that goes on by itself: what a forward takes passes when somebody waits for what came out of it."""
+
+    def advance(self, contexts, last=1, rows=None):
+        before = self.now_ns
+        logits = super().advance(contexts, last, rows)
+        self.queued, self.now_ns = getattr(self, "queued", 0) + self.now_ns - before, before
+        return Result(self, logits)
+
+
+class Result:
+    def __init__(self, model: Queued, values: torch.Tensor) -> None:
+        self.model, self.values = model, values
+
+    def argmax(self, dim: int) -> Result:
+        return Result(self.model, self.values.argmax(dim))
+
+    def tolist(self) -> list:
+        self.model.now_ns, self.model.queued = self.model.now_ns + self.model.queued, 0
+        return self.values.tolist()
+
+
+def test_what_a_device_still_does_is_not_charged_to_the_forward_that_is_timed():
+    model = Queued()
+    curve = measure_cost(model, clock=ToyClock(model), new_tokens=(8,), context=50, repeats=2, last=1)
+    assert curve.ms(8) == pytest.approx(18.05)
 
 
 def test_numbers_of_new_tokens_take_turns():

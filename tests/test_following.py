@@ -16,7 +16,7 @@ from specbench.models.base import CachedModel
 from specbench.models.draft_options import DraftOptions
 from specbench.models.drafts import describe_draft
 from specbench.models.info import describe
-from specbench.models.sparse_select import Selection
+from specbench.models.sparse_select import Selection, sinks_and_window
 from specbench.models.specs import parse
 from specbench.results import forecasts
 from specbench.results import run as runs
@@ -241,6 +241,8 @@ def test_a_view_of_a_draft_that_follows_is_chosen_from_what_the_target_has_read(
     target.advance([ids[:66]])
     for view in views:
         view.follow(0, ids[:67])
+    if kind == "snapkv":
+        assert not torch.equal(views[1]._choose(0, 60, 24)[0, 0], sinks_and_window(60, 24, 4)), "queries were kept"
     ours, expected = (view.advance([ids[:67]]) for view in reversed(views))
     assert torch.allclose(ours, expected, atol=1e-4)
     assert draft.trace == []
@@ -253,9 +255,24 @@ def test_rounded_weights_over_a_small_cache_keep_the_output_and_read_no_prompt()
     draft.trace = []
     asked = [Request(at, ids[: 100 + 7 * at], 30) for at in range(2)]
     outcomes = measure(strategy, asked, Sampling(), Ending(), Clock(), Drain())
-    assert sum(step[2] for outcome in outcomes for step in outcome.steps) > 20
+    steps = [step for outcome in outcomes for step in outcome.steps]
+    assert sum(step[2] for step in steps) > 20
+    assert sum(step[3] for step in steps) > 0.5 * sum(step[2] for step in steps), "a small cache of the right keys"
     assert draft.trace == []
     assert strategy.view.weight_bytes == draft.weight_bytes < target.weight_bytes
     plain = Autoregressive({"target": packed(make())}, PlainOptions())
     again = [Request(one.key, one.ids, 30) for one in asked]
     assert [outcome.token_ids for outcome in outcomes] == decode(plain, again, Sampling())
+
+
+def test_a_view_of_a_draft_that_follows_is_charged_for_following_and_not_for_reading():
+    target, draft = pair(quant="int4")
+    given = SparseOptions(draft="model", gamma=3, budget=48, window=8, explain=True)
+    strategy = SparseKv({"target": target, "draft": draft}, given)
+    strategy.prepare(2, 160)
+    assert strategy.costs.follow_ms > 0
+    assert strategy.costs.read_ms == 0
+    own = SparseKv({"target": target, "draft": draft}, SparseOptions(gamma=3, budget=48, window=8))
+    draft.original = None
+    other = SparseKv({"target": target, "draft": draft}, given)
+    assert own._misses < strategy._misses < other._misses

@@ -183,12 +183,14 @@ class Slow:
 
     def __init__(self, ms: float = 5.0) -> None:
         self.ms, self.ns, self.asked = ms, 0, []
+        self.last: int | None = None
 
     def now(self) -> int:
         return self.ns
 
-    def cost(self, new_tokens, context=256, rows=1, repeats=7) -> CostCurve:
+    def cost(self, new_tokens, context=256, rows=1, repeats=7, last=None) -> CostCurve:
         self.asked.append((context, rows))
+        self.last = last
         self.ns += int((repeats + 1) * len(new_tokens) * self.ms * rows * (1 + context / 1000) * 1e6)
         values = np.full((len(new_tokens), 1, 1), self.ms * rows) + np.reshape(new_tokens, (-1, 1, 1)) / 100
         return CostCurve(tuple(new_tokens), (context,), (rows,), values)
@@ -199,6 +201,12 @@ def slow(monkeypatch) -> Slow:
     model = Slow()
     monkeypatch.setattr(profile_models, "cost_of", lambda model, **grid: model.cost(**grid))
     return model
+
+
+def test_a_prompt_is_read_with_no_more_logits_than_the_longest_block_has(slow):
+    """Its cost and the block's lie on one line; with logits after all of it the head is a third of a small draft."""
+    assert profile_models.reading(slow, 32) == {"tokens": profile_models.PROMPT, "ms": 5 + profile_models.PROMPT / 100}
+    assert slow.last == 32
 
 
 def test_with_time_the_whole_grid_is_measured(slow):

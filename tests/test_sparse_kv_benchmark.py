@@ -59,3 +59,17 @@ def test_cells_that_are_none_are_refused(benchmark, wrong, capsys):
 def test_without_cells_every_context_goes_with_every_batch(benchmark):
     args = benchmark.parse(["--target", "tiny", "--contexts", "10,20", "--batches", "1,2"])
     assert args.cells == [(10, 1), (10, 2), (20, 1), (20, 2)]
+
+
+def test_a_self_draft_plays_over_a_small_cache_as_well(benchmark, tmp_path, capsys):
+    out = tmp_path / "cell.json"
+    words = ["--target", "tiny", "--draft", "self:int8", "--dtype", "float32", "--threads", "1", "--budgets", "64,512"]
+    words += ["--gammas", "2", "--selections", "snapkv", "--refresh", "8", "--arms", "draft model", "--lengths", "2"]
+    assert benchmark.main([*words, "--max-new-tokens", "8", "--cells", "150x1", "--json", "--out", str(out)]) == 0
+    (cell,) = json.loads(capsys.readouterr().out)["cells"]
+    fixed = "sparse-kv draft model snapkv 64 x2"
+    assert list(cell["arms"]) == ["autoregressive", fixed, f"{fixed} refresh", "sparse-kv draft model auto"]
+    assert cell["arms"][fixed]["exact"] == 1
+    assert cell["arms"][fixed]["measured_terms_ms"]["follow"] > 0, "of the target's cache"
+    told = benchmark.table(json.loads(out.read_text()))
+    assert len({line.index(" tok/s") for line in told.splitlines() if " tok/s" in line}) == 1
