@@ -112,10 +112,10 @@ def make_arms(models: dict[str, CachedModel], args: argparse.Namespace, context:
     def sparse(name: str, **options: Any) -> Arm:
         return arm(name, "sparse-kv", explain=True, **options)
 
-    found = [arm(BASELINE, BASELINE), arm("lookup", "lookup")]
+    found, drafting = [arm(BASELINE, BASELINE), arm("lookup", "lookup")], {"sparse-kv": "self"}
     if "draft" in models:
+        drafting["sparse-kv draft model"] = "model"
         found += [arm(f"speculative {k}", "speculative", draft_length=k) for k in numbers(args.lengths)]
-    drafting = {"sparse-kv": "self", "sparse-kv draft model": "model"} if "draft" in models else {"sparse-kv": "self"}
     budgets = [number for number in numbers(args.budgets) if number < context]
     fixed = itertools.product(drafting.items(), args.selections.split(","), budgets, numbers(args.gammas))
     for (title, draft), selection, budget, gamma in fixed:

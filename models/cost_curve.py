@@ -109,12 +109,13 @@ def measure_cost(
     model.reserve(batches[-1], contexts[-1] + counts[-1])
     for k, batch in enumerate(batches):
         for j, cached in enumerate(contexts):
-            model.advance([row[:cached] for row in ids[:batch]])
+            behind = [row[:cached] for row in ids[:batch]]
+            model.advance(behind)
             for repeat in range(-1, repeats):
                 for i, count in enumerate(counts):
                     asked, wanted = [row[: cached + count] for row in ids[:batch]], min(count, last or count)
                     if wanted < count:  # or the tokens of the last time would still be there; waits for the device
-                        model.advance([row[:cached] for row in ids[:batch]]).argmax(-1).tolist()
+                        model.advance(behind).argmax(-1).tolist()
                     began = now()
                     model.advance(asked, last=wanted).argmax(-1).tolist()
                     ended = now()

@@ -405,5 +405,5 @@ def _grid(model: CachedModel, rows: int, tokens: int, reads: bool) -> dict[str, 
     counts = (*MEASURED_COUNTS, MEASURED_PROMPT) if reads else MEASURED_COUNTS
     context = max(1, min(tokens, model.context_length - counts[-1], MEASURED_CONTEXT))
     counts = [count for count in counts if count + context <= model.context_length]
-    some = {"new_tokens": counts, "context": context, "rows": sorted({1, min(rows, model.max_rows)})}
-    return {**some, "last": MEASURED_COUNTS[-1]}
+    batches = sorted({1, min(rows, model.max_rows)})
+    return {"new_tokens": counts, "context": context, "rows": batches, "last": MEASURED_COUNTS[-1]}

@@ -128,10 +128,9 @@ class SparseKv(Strategy):
         self._hopeless = self.options.gamma == "auto" and self._schedule().gain(tokens, rows, HOPE) < WORTH
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Step]:
-        options, shared = self.options, self.view.dense is self.target
-        verifier = Verifier(sampling)
+        options, verifier = self.options, Verifier(sampling)
         drafter = SparseDrafter(
-            self.view, verifier, self._schedule(), shared, options.bottom == "ngram", options.refresh
+            self.view, verifier, self._schedule(), self._shared, options.bottom == "ngram", options.refresh
         )
         self.view.watch(not self._hopeless)
         try:
@@ -154,10 +153,15 @@ class SparseKv(Strategy):
         self.view.close()
 
     @property
+    def _shared(self) -> bool:
+        """Whether the small cache is a part of the target's, also where a self-draft reads it."""
+        return self.view.dense is self.target
+
+    @property
     def _misses(self) -> float:
         if self.options.draft == "self":
             return 1.0
-        return ROUNDED if self.view.dense is self.target else OTHER_MODEL
+        return ROUNDED if self._shared else OTHER_MODEL
 
     def _schedule(self) -> Schedule:
         options = self.options

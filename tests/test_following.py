@@ -248,10 +248,11 @@ def test_a_view_of_a_draft_that_follows_is_chosen_from_what_the_target_has_read(
     assert draft.trace == []
 
 
-@pytest.mark.parametrize(("budget", "accepted"), [(48, 0.0), (128, 0.8)], ids=["a part", "all of the prompt"])
-def test_rounded_weights_over_a_small_cache_keep_the_output_and_read_no_prompt(budget, accepted):
+@pytest.mark.parametrize(("quant", "budget", "accepted"), [("int4", 48, 0.0), ("int8", 48, 0.0), ("int8", 128, 0.8)])
+def test_rounded_weights_over_a_small_cache_keep_the_output_and_read_no_prompt(quant, budget, accepted):
+    """The largest budget keeps all of the prompt; random weights agree little over a part of it."""
     ids = [int(token) for token in np.tile(text(40), 3)]
-    target, draft = pair(quant="int8")
+    target, draft = pair(quant=quant)
     given = SparseOptions(draft="model", gamma=3, budget=budget, window=8)
     strategy = SparseKv({"target": target, "draft": draft}, given)
     draft.trace = []

@@ -136,8 +136,8 @@ ARMS = ("autoregressive", "speculative 2", "speculative 4", "async", "duo", "asy
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     """A run over models that sleep, so that both sides really work at once on any machine: samples, costs, the file."""
-    models = {"target": Timed(8.0, per_token=0.04), "draft": Timed(2.5, per_row=0.1, twist=0.4)}
-    costs = Costs(lambda n: 8 * (1 + 0.04 * (n - 1)), lambda rows: 2.5 * (1 + 0.1 * (rows - 1)))
+    models = {"target": Timed(16.0, per_token=0.04), "draft": Timed(5.0, per_row=0.1, twist=0.4)}
+    costs = Costs(lambda n: 16 * (1 + 0.04 * (n - 1)), lambda rows: 5 * (1 + 0.1 * (rows - 1)))
     strategies = {name: overlap_arms.strategy_of(name, models) for name in ARMS}
     overlap_arms.share_costs(list(strategies.values()), costs)
     samples: dict[str, list[Sample]] = {name: [] for name in ARMS}
@@ -171,10 +171,10 @@ def model(recorded):
 
 
 def test_simulated_speeds_are_those_of_a_real_run(model):
-    """Within a half here, where steps are short and other tests share the cores; quiet runs stand in the docs."""
+    """Within a fifth here, where steps are so short that a busy machine shows in them."""
     for arm in ("speculative 2", "speculative 4", "async", "duo", "async as published"):
-        assert model["simulated"][arm]["ratio"] == pytest.approx(1, abs=0.5), arm
-    assert model["target_ms"] > 7.9
+        assert model["simulated"][arm]["ratio"] == pytest.approx(1, abs=0.2), arm
+    assert model["target_ms"] > 15.9
     assert model["cost_ratio"] == pytest.approx(2.5 / 8, rel=0.4)
 
 
