@@ -35,7 +35,7 @@ def kernels(args: argparse.Namespace, report: Report) -> None:
         for dtype in args.dtypes:
             ours, theirs = load_packed(args.model, dtype), load_packed(args.model, dtype, native=False)
             if ours.kernels != "native":
-                print("no kernels of our own here: they need AVX-512, a C compiler and OpenMP", file=sys.stderr)
+                print("no kernels of our own here: they need AVX2 or AVX-512, a C compiler and OpenMP", file=sys.stderr)
                 return
             at = f"{dtype}, {threads} threads"
             steps(args, report, at, ours, theirs)

@@ -199,7 +199,11 @@ def run(
         return
     listener = listener_for(quiet)
     from ..results import run as runs
+    from ..results.plan import with_own_draft
 
+    plan, note = with_own_draft(plan)
+    if note:
+        listener.note(note)
     if dry_run:
         prepared = runs.validate(plan, listener)
         _say_what_would_run(prepared, json)

@@ -1,5 +1,5 @@
-/* One pass of tokens through a whole Llama-family decoder, on a CPU with AVX-512, in one call; and in another, choosing
-   the positions of a row that its last tokens attend to most (native_choice.h).
+/* One pass of tokens through a whole Llama-family decoder, on a CPU with AVX2 or AVX-512 (native_vector.h), in one call;
+   and in another, choosing the positions of a row that its last tokens attend to most (native_choice.h).
 
    Compiled on the user's machine by models/native.py, once with -DBFLOAT16 and once without (then numbers are float32),
    and driven by models/packed_native.py. Names of shapes are those of the Python side.
@@ -21,19 +21,19 @@
 
 /* RMSNorm of one token, into its tile. */
 static void normalise(const number *from, const float *weight, int width, float eps, unit *to, int step) {
-    __m512 squares = _mm512_setzero_ps();
+    Vec squares = zeros();
     for (int i = 0; i < width; i += 16) {
-        const __m512 v = load(from + i, first(width - i));
-        squares = _mm512_fmadd_ps(v, v, squares);
+        const Vec v = load(from + i, first(width - i));
+        squares = multiply_add(v, v, squares);
     }
-    const __m512 scale = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(squares) / (float)width + eps));
+    const Vec scale = spread(1.0f / sqrtf(sum_of(squares) / (float)width + eps));
     for (int i = 0; i < width; i += BLOCK, to += (size_t)(BLOCK / PER_UNIT) * step) {
-        __m512 v[2];
+        Vec v[2];
         for (int half = 0; half < 2; half++) {
             const int at = i + 16 * half;
-            const __mmask16 mask = first(width - at);
-            const __m512 x = _mm512_mul_ps(load(from + at, mask), scale);
-            v[half] = _mm512_mul_ps(x, _mm512_maskz_loadu_ps(mask, weight + at));
+            const Mask mask = first(width - at);
+            const Vec x = multiply(load(from + at, mask), scale);
+            v[half] = multiply(x, read_some(weight + at, mask));
         }
         put_block(to, step, v[0], v[1], least(BLOCK, width - i));
     }
@@ -78,7 +78,7 @@ static void make_heads(const Worker *w, const Matrix *m, const unit *then) {
         multiply_block(m, b, x, tokens, w->own.prepared, w->own.sums, next);
         for (int t = 0; t < tokens; t++)
             for (int at = 0; at < BLOCK; at += 16)
-                store(w->p->heads + (size_t)t * wide + b * BLOCK + at, 0xffff,
+                store(w->p->heads + (size_t)t * wide + b * BLOCK + at, ALL,
                       with_bias(w->own.sums + t * BLOCK + at, m->bias, b * BLOCK + at));
     }
 }
@@ -94,10 +94,10 @@ static void add_product(const Worker *w, const Matrix *m, const unit *x, const u
         multiply_block(m, b, x, tokens, w->own.prepared, w->own.sums, next);
         for (int t = 0; t < tokens; t++)
             for (int at = 0; at < BLOCK; at += 16) {
-                const __mmask16 mask = first(width - b * BLOCK - at);
+                const Mask mask = first(width - b * BLOCK - at);
                 number *hidden = w->p->hidden + (size_t)t * width + b * BLOCK + at;
-                const __m512 v = rounded(with_bias(w->own.sums + t * BLOCK + at, m->bias, b * BLOCK + at));
-                if (mask) store(hidden, mask, _mm512_add_ps(load(hidden, mask), v));
+                const Vec v = rounded(with_bias(w->own.sums + t * BLOCK + at, m->bias, b * BLOCK + at));
+                if (mask) store(hidden, mask, add(load(hidden, mask), v));
             }
     }
 }
@@ -106,7 +106,7 @@ static void add_product(const Worker *w, const Matrix *m, const unit *x, const u
 static void make_gated(const Worker *w, const Matrix *m, const unit *then) {
     const unit *x = normed_of(w, w->c->tokens);
     const int tokens = w->c->tokens, inner = w->m->inner, blocks = inner / BLOCK;
-    const __m512 one = _mm512_set1_ps(1.0f), zero = _mm512_setzero_ps();
+    const Vec one = spread(1.0f), zero = zeros();
     int begin, end;
     share(blocks, w->team, &begin, &end);
     prepare(m, x, tokens, w->own.prepared);
@@ -115,13 +115,13 @@ static void make_gated(const Worker *w, const Matrix *m, const unit *then) {
         const unit *next = b + 1 < end ? block_at(m, b + 1) : then;
         multiply_block(m, blocks + b, x, tokens, w->own.prepared, w->own.more, next);
         for (int t = 0, step; t < tokens; t++) {
-            __m512 v[2];
+            Vec v[2];
             for (int half = 0; half < 2; half++) {
                 const int at = 16 * half;
-                const __m512 gate = rounded(with_bias(w->own.sums + t * BLOCK + at, m->bias, b * BLOCK + at));
-                const __m512 up = rounded(with_bias(w->own.more + t * BLOCK + at, m->bias, inner + b * BLOCK + at));
-                const __m512 silu = _mm512_div_ps(gate, _mm512_add_ps(one, exponential(_mm512_sub_ps(zero, gate))));
-                v[half] = _mm512_mul_ps(rounded(silu), up);
+                const Vec gate = rounded(with_bias(w->own.sums + t * BLOCK + at, m->bias, b * BLOCK + at));
+                const Vec up = rounded(with_bias(w->own.more + t * BLOCK + at, m->bias, inner + b * BLOCK + at));
+                const Vec silu = divide(gate, add(one, exponential(subtract(zero, gate))));
+                v[half] = multiply(rounded(silu), up);
             }
             unit *to = units_of(w->p->gated, tokens, inner / PER_UNIT, t, &step);
             put_block(to + (size_t)b * (BLOCK / PER_UNIT) * step, step, v[0], v[1], BLOCK);
@@ -141,8 +141,8 @@ static void make_logits(const Worker *w) {
         multiply_block(m, b, x, tokens, w->own.prepared, w->own.sums, next);
         for (int t = 0; t < tokens; t++)
             for (int at = 0; at < BLOCK; at += 16) {
-                const __m512 v = with_bias(w->own.sums + t * BLOCK + at, m->bias, b * BLOCK + at);
-                _mm512_mask_storeu_ps(w->c->logits + (size_t)t * m->rows + b * BLOCK + at,
+                const Vec v = with_bias(w->own.sums + t * BLOCK + at, m->bias, b * BLOCK + at);
+                write_some(w->c->logits + (size_t)t * m->rows + b * BLOCK + at,
                                       first(m->rows - b * BLOCK - at), rounded(v));
             }
     }
@@ -214,7 +214,7 @@ static void product_work(void *data) {
         multiply_block(m, b, p->x, p->tokens, prepared, sums, next);
         for (int t = 0; t < p->tokens; t++)
             for (int at = 0; at < BLOCK; at += 16)
-                _mm512_mask_storeu_ps(p->to + (size_t)t * m->rows + b * BLOCK + at, first(m->rows - b * BLOCK - at),
+                write_some(p->to + (size_t)t * m->rows + b * BLOCK + at, first(m->rows - b * BLOCK - at),
                                       rounded(with_bias(sums + t * BLOCK + at, m->bias, b * BLOCK + at)));
     }
 }
@@ -249,16 +249,16 @@ static void read_work(void *data) {
     const Team team = join_team(p->threads);
     int begin, end;
     share((int)(p->bytes / STRETCH), team, &begin, &end);
-    __m512i sums[STRETCH / 64];
-    for (int i = 0; i < STRETCH / 64; i++) sums[i] = _mm512_setzero_si512();
+    Bits sums[STRETCH / 64];
+    for (int i = 0; i < STRETCH / 64; i++) sums[i] = no_bits();
     for (int s = begin; s < end; s++) {
         const char *at = p->from + (int64_t)s * STRETCH;
         for (int i = 0; i < STRETCH / 64; i++, at += 64) {
             if (p->ahead) _mm_prefetch(at + p->ahead, _MM_HINT_T0);
-            sums[i] = _mm512_add_epi64(sums[i], _mm512_loadu_si512(at));
+            sums[i] = add_words(sums[i], read_bits(at));
         }
     }
-    for (int i = 0; i < STRETCH / 64; i++) p->sums[8 * team.me] += (uint64_t)_mm512_reduce_add_epi64(sums[i]);
+    for (int i = 0; i < STRETCH / 64; i++) p->sums[8 * team.me] += sum_of_words(sums[i]);
 }
 
 /* Reads whole stretches of memory from front to back, asking for what lies `ahead` bytes behind, 0 for not asking.

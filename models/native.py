@@ -5,9 +5,9 @@ folder, under a name that stands for the source, the compiler and the processor;
 are those of the OpenMP runtime that torch has loaded: the library is handed that runtime's functions and links to none,
 so there is never a second pool of threads.
 
-Where anything is missing (a compiler, AVX-512, OpenMP) or a small product comes out wrong, `kernels` returns None and
-the packed runtime goes on with torch's operators. `CachedModel.kernels` and every run's manifest say which it was.
-SPECBENCH_NATIVE=0 switches the kernels off.
+Where anything is missing (a compiler, AVX2, OpenMP) or a small product comes out wrong, `kernels` returns None and the
+packed runtime goes on with torch's operators. `CachedModel.kernels` and every run's manifest say which it was.
+SPECBENCH_NATIVE=0 switches the kernels off, SPECBENCH_NATIVE=avx2 leaves AVX-512 unused where it is there.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ BLOCK = 32  # outputs that are stored together
 STRETCH = 512  # bytes that `read_through` reads at a time
 AHEAD = 4096  # bytes; for processors that do not ask for enough memory by themselves
 SOURCE = Path(__file__).with_name("native.c")
-PARTS = ("native.c", *(f"native_{part}.h" for part in ("attention", "call", "choice", "matrix", "product")))
+PARTS = ("native.c", *(f"native_{part}.h" for part in ("attention", "call", "choice", "matrix", "product", "vector")))
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fno-strict-aliasing", "-fno-math-errno", "-fPIC", "-shared")
 # Jumps across such a border are slow on Intel's processors of 2015 to 2019: 10 to 20 % of a pass with eight tokens.
 ALIGNED_BRANCHES = "-Wa,-mbranches-within-32B-boundaries"
-NEEDED = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+WITHOUT_AVX512 = "-mno-avx512f"
+NEEDED = ({"avx512f", "avx512bw", "avx512dq", "avx512vl"}, {"avx2", "fma"})  # either
 COMPILE_S = 300
 OPENMP = re.compile(r"/lib(gomp|iomp5|omp)\b[^/]*\.so[^/]*$")
 OPENMP_FUNCTIONS = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
@@ -181,9 +182,10 @@ def _padded(x: torch.Tensor, per_unit: int) -> torch.Tensor:
 
 def kernels(dtype: torch.dtype) -> Kernels | None:
     """The kernels for a dtype, compiled first if need be; None where they cannot be had or are not wanted."""
-    if os.environ.get("SPECBENCH_NATIVE") == "0" or dtype not in (torch.float32, torch.bfloat16):
+    wanted = os.environ.get("SPECBENCH_NATIVE")
+    if wanted == "0" or dtype not in (torch.float32, torch.bfloat16):
         return None
-    return load(dtype)
+    return load(dtype, wanted == "avx2")
 
 
 def reads(buffer: torch.Tensor) -> dict[str, Callable[[], Any]]:
@@ -200,12 +202,16 @@ def reads(buffer: torch.Tensor) -> dict[str, Callable[[], Any]]:
 
 
 @functools.cache
-def load(dtype: torch.dtype) -> Kernels | None:
-    """As `kernels`, whatever the environment says; found out once per process."""
+def load(dtype: torch.dtype, avx2: bool = False) -> Kernels | None:
+    """As `kernels`, whatever the environment says; found out once per process.
+
+    Args:
+        avx2: those of AVX2, on any processor.
+    """
     processor, openmp = _processor(), _openmp()
     if processor is None or openmp is None:
         return None
-    for compiler in _compilers():
+    for compiler in _compilers([WITHOUT_AVX512] if avx2 else []):
         with contextlib.suppress(OSError, subprocess.SubprocessError, AttributeError):
             with built(compiler, dtype, processor) as path:
                 found = Kernels(path, dtype, openmp)
@@ -241,19 +247,20 @@ def built(compiler: list[str], dtype: torch.dtype, processor: str) -> Iterator[P
         yield folder / "native.so"
 
 
-def _compilers() -> list[list[str]]:
+def _compilers(options: list[str]) -> list[list[str]]:
     """Commands to try, the user's own choice first, each with aligned branches where its assembler can do that."""
     named = [shlex.split(os.environ.get("CC", "")), ["cc"], ["gcc"], ["clang"]]
     there = [command for command in named if command and shutil.which(command[0])]
-    return [[*command, *more] for command in there for more in ([ALIGNED_BRANCHES], [])]
+    return [[*command, *more, *options] for command in there for more in ([ALIGNED_BRANCHES], [])]
 
 
 def _processor() -> str | None:
-    """What the processor is and can do, as Linux says it; None where it lacks AVX-512 or cannot be asked."""
+    """What the processor is and can do, as Linux says it; None where it lacks AVX2 or cannot be asked."""
     with contextlib.suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
         lines = [line for line in text.splitlines() if line.startswith(("model name", "flags"))]
-        if set(" ".join(lines).split()) >= NEEDED:
+        has = set(" ".join(lines).split())
+        if any(has >= needed for needed in NEEDED):
             return "\n".join(lines)
     return None
 

@@ -28,14 +28,14 @@ static void place_heads(const Worker *w, const Layer *l, int layer) {
             continue;
         }
         float v[WIDEST];
-        __m512 squares = _mm512_setzero_ps();
+        Vec squares = zeros();
         for (int i = 0; i < dims; i += 16) {
-            const __m512 part = load(x + i, first(dims - i));
-            squares = _mm512_fmadd_ps(part, part, squares);
-            _mm512_mask_storeu_ps(v + i, first(dims - i), part);
+            const Vec part = load(x + i, first(dims - i));
+            squares = multiply_add(part, part, squares);
+            write_some(v + i, first(dims - i), part);
         }
         if (l->heads_norm) {
-            const float scale = 1.0f / sqrtf(_mm512_reduce_add_ps(squares) / (float)dims + m->eps);
+            const float scale = 1.0f / sqrtf(sum_of(squares) / (float)dims + m->eps);
             for (int i = 0; i < dims; i++) v[i] = v[i] * scale * l->heads_norm[head * dims + i];
         }
         const float *by = w->c->rotation + ((size_t)w->c->positions[t] * 3 + kind) * dims;
@@ -45,7 +45,7 @@ static void place_heads(const Worker *w, const Layer *l, int layer) {
         }
         number *to = kind == 0 ? x : cached(w, layer, 0, p->row[t], head - m->heads, p->slot[t]);
         for (int i = 0; i < dims; i += 16)
-            store(to + i, first(dims - i), _mm512_maskz_loadu_ps(first(dims - i), v + i));
+            store(to + i, first(dims - i), read_some(v + i, first(dims - i)));
     }
 }
 
@@ -139,34 +139,34 @@ static int score(const Worker *w, const Run *run, Piece *p, int q, int rows) {
 
 /* Weights of the first `seen` scores, zeros up to `slots`; writes the largest score and the sum of the weights. */
 static void soften(const float *scores, number *weights, int seen, int slots, float *largest, float *all) {
-    const __m512 nothing = _mm512_set1_ps(-INFINITY);
-    __m512 most = nothing, sum = _mm512_setzero_ps();
+    const Vec nothing = spread(-INFINITY);
+    Vec most = nothing, sum = zeros();
     for (int s = 0; s < seen; s += 16)
-        most = _mm512_max_ps(most, _mm512_mask_loadu_ps(nothing, first(seen - s), scores + s));
-    *largest = _mm512_reduce_max_ps(most);
-    most = _mm512_set1_ps(*largest);
+        most = larger(most, read_or(nothing, scores + s, first(seen - s)));
+    *largest = largest_of(most);
+    most = spread(*largest);
     for (int s = 0; s < slots; s += 16) {
-        const __mmask16 mask = first(seen - s);
-        __m512 v = _mm512_setzero_ps();
-        if (mask) v = _mm512_maskz_mov_ps(mask, exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + s), most)));
-        sum = _mm512_add_ps(sum, v);
-        store(weights + s, 0xffff, v);
+        const Mask mask = first(seen - s);
+        Vec v = zeros();
+        if (mask) v = keep(mask, exponential(subtract(read(scores + s), most)));
+        sum = add(sum, v);
+        store(weights + s, ALL, v);
     }
-    *all = _mm512_reduce_add_ps(sum);
+    *all = sum_of(sum);
 }
 
 /* Joins the sums over a later piece to those over the pieces before it. */
 static void join(float *record, const float *piece, int numbers) {
     if (piece[numbers] == -INFINITY) return; /* the query sees nothing of it */
     const float most = record[numbers] > piece[numbers] ? record[numbers] : piece[numbers];
-    const __m512 old = exponential(_mm512_set1_ps(record[numbers] - most));
-    const __m512 new = exponential(_mm512_set1_ps(piece[numbers] - most));
+    const Vec old = exponential(spread(record[numbers] - most));
+    const Vec new = exponential(spread(piece[numbers] - most));
     for (int i = 0; i < numbers; i += 16) {
-        const __m512 kept = _mm512_mul_ps(_mm512_loadu_ps(record + i), old);
-        _mm512_storeu_ps(record + i, _mm512_fmadd_ps(_mm512_loadu_ps(piece + i), new, kept));
+        const Vec kept = multiply(read(record + i), old);
+        write(record + i, multiply_add(read(piece + i), new, kept));
     }
-    const __m512 kept = _mm512_mul_ps(_mm512_set1_ps(record[numbers + 1]), old);
-    record[numbers + 1] = _mm512_cvtss_f32(_mm512_fmadd_ps(_mm512_set1_ps(piece[numbers + 1]), new, kept));
+    const Vec kept = multiply(spread(record[numbers + 1]), old);
+    record[numbers + 1] = first_of(multiply_add(spread(piece[numbers + 1]), new, kept));
     record[numbers] = most;
 }
 
@@ -177,16 +177,12 @@ static void finish(const Worker *w, const Run *run, int kv_head, int query, cons
     int step;
     unit *to = units_of(w->p->mixed, w->c->tokens, m->heads * units, run->first + query / group, &step);
     to += (size_t)(kv_head * group + query % group) * units * step;
-    const __m512 sum = _mm512_set1_ps(record[numbers + 1]);
+    const Vec sum = spread(record[numbers + 1]);
     for (int at = 0; at < m->head_dim; at += BLOCK, to += (size_t)(BLOCK / PER_UNIT) * step) {
-        __m512 left = _mm512_div_ps(_mm512_loadu_ps(record + at), sum);
-        __m512 right = _mm512_div_ps(_mm512_loadu_ps(record + at + 16), sum);
+        Vec left = divide(read(record + at), sum);
+        Vec right = divide(read(record + at + 16), sum);
 #ifdef BFLOAT16
-        const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-        const __m512i high = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-        const __m512 mixed = left;
-        left = _mm512_permutex2var_ps(mixed, low, right);
-        right = _mm512_permutex2var_ps(mixed, high, right);
+        in_order(&left, &right);
 #endif
         put_block(to, step, left, right, least(BLOCK, m->head_dim - at));
     }
@@ -218,7 +214,7 @@ static void attend_piece(const Worker *w, const Run *run, Piece *p, int joins, f
             const char *ahead = ask(&p->around_scoring, steps, &lines);
             const int pair = rows <= FEW && at + 2 * BLOCK <= dims, count = least(BLOCK, dims - at);
             Mix *const mix = pair ? by_pair[rows - 1] : by_block[rows - 1];
-            mix((__mmask32)(0xffffffffu >> (BLOCK - count)), (const unit *)o->weights, p->values + at, dims, seen,
+            mix(count, (const unit *)o->weights, p->values + at, dims, seen,
                 to + at, record, ahead, lines);
             at += pair ? BLOCK : 0;
         }

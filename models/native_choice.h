@@ -44,17 +44,17 @@ static Room room_of(const Plan *p, const Choice *c, char *at, char **end) {
 static void weigh_pieces(const Room *r, int pieces, int queries) {
     const int step = parts_of(queries, 16) * 16;
     for (int q = 0; q < queries; q += 16) {
-        __m512 most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
-        for (int at = 0; at < pieces; at++) most = _mm512_max_ps(most, _mm512_loadu_ps(r->largest + at * step + q));
+        Vec most = spread(-INFINITY), sum = zeros();
+        for (int at = 0; at < pieces; at++) most = larger(most, read(r->largest + at * step + q));
         for (int at = 0; at < pieces; at++) {
             float *own = r->largest + at * step + q;
-            const __m512 factor = exponential(_mm512_sub_ps(_mm512_loadu_ps(own), most));
-            sum = _mm512_fmadd_ps(factor, _mm512_loadu_ps(r->sums + at * step + q), sum);
-            _mm512_storeu_ps(own, factor);
+            const Vec factor = exponential(subtract(read(own), most));
+            sum = multiply_add(factor, read(r->sums + at * step + q), sum);
+            write(own, factor);
         }
         for (int at = 0; at < pieces; at++) {
             float *own = r->largest + at * step + q;
-            _mm512_storeu_ps(own, _mm512_div_ps(_mm512_loadu_ps(own), sum));
+            write(own, divide(read(own), sum));
         }
     }
 }
@@ -88,17 +88,17 @@ static void receive(
         const int held = least(run->slot + run->tokens - at * PIECE, PIECE);
         for (int s = 0; s < held; s += 64) { /* four vectors, since a single sum would wait for itself */
             const number *from = r->weights + (size_t)at * queries * PIECE + s;
-            __m512 sums[4];
-            for (int i = 0; i < 4; i++) sums[i] = _mm512_setzero_ps();
+            Vec sums[4];
+            for (int i = 0; i < 4; i++) sums[i] = zeros();
             for (int q = 0; q < queries; q++, from += PIECE) {
-                const __m512 factor = _mm512_set1_ps(r->largest[at * step + q]);
+                const Vec factor = spread(r->largest[at * step + q]);
 #pragma GCC unroll 4
-                for (int i = 0; i < 4; i++) sums[i] = _mm512_fmadd_ps(load(from + 16 * i, 0xffff), factor, sums[i]);
+                for (int i = 0; i < 4; i++) sums[i] = multiply_add(load(from + 16 * i, ALL), factor, sums[i]);
             }
             float *to = received + at * PIECE + s;
             for (int i = 0; i < 4; i++, to += 16) {
-                const __mmask16 mask = first(held - s - 16 * i);
-                _mm512_mask_storeu_ps(to, mask, _mm512_add_ps(_mm512_maskz_loadu_ps(mask, to), sums[i]));
+                const Mask mask = first(held - s - 16 * i);
+                write_some(to, mask, add(read_some(to, mask), sums[i]));
             }
         }
     }
@@ -106,11 +106,11 @@ static void receive(
 
 /* How many of the numbers, none of which is negative, are as large as the one of these bits. */
 static int count_from(const float *x, int count, uint32_t bits) {
-    const __m512i least_bits = _mm512_set1_epi32((int)bits), sign = _mm512_set1_epi32(0x7fffffff);
+    const Bits sign = spread_bits(0x7fffffff);
     int found = 0;
     for (int i = 0; i < count; i += 16) {
-        const __m512i each = _mm512_and_si512(_mm512_maskz_loadu_epi32(first(count - i), x + i), sign);
-        found += __builtin_popcount(_mm512_mask_cmpge_epi32_mask(first(count - i), each, least_bits));
+        const Mask mask = first(count - i);
+        found += count_reaching(both(read_some_bits(x + i, mask), sign), mask, (int32_t)bits);
     }
     return found;
 }

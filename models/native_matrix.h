@@ -35,58 +35,63 @@ static const unit *start_of(const Matrix *m, int blocks, Team team) {
    S of these and the sum X of the group's x give what level x scale + zero stands for: scale S + (zero - 136 scale) X,
    where zero is what level 8 stands for. */
 
-#define CLEAR_SUMS(r)                                                    \
-    if (r < rows) {                                                      \
-        _mm512_storeu_ps(sums + r * BLOCK, _mm512_setzero_ps());         \
-        _mm512_storeu_ps(sums + r * BLOCK + 16, _mm512_setzero_ps());    \
+#define CLEAR_SUMS(r)                                                                               \
+    if (r < rows) {                                                                                 \
+        write(sums + r * BLOCK, zeros());                                                           \
+        write(sums + r * BLOCK + 16, zeros());                                                      \
     }
 
-#define BEGIN_GROUP(r) __m512 left##r = _mm512_setzero_ps(), right##r = _mm512_setzero_ps();
+#define BEGIN_GROUP(r) Vec left##r = zeros(), right##r = zeros();
 
-#define STEP_GROUP(r)                                                    \
-    if (r < rows) {                                                      \
-        const __m512i both = _mm512_set1_epi32((int)x[r]);               \
-        left##r = dot(left##r, left, both);                              \
-        right##r = dot(right##r, right, both);                           \
+#define DECODE(shift)                                                                               \
+    {                                                                                               \
+        const Bits left = both_or(right_by(levels, shift), nibbles, offset);                        \
+        const Bits right = both_or(right_by(more, shift), nibbles, offset);                         \
+        EACH_ROW(STEP_ROW)                                                                          \
+        x += rows;                                                                                  \
     }
 
-#define DECODE(shift)                                                                                                 \
-    {                                                                                                                 \
-        const __m512i left = _mm512_ternarylogic_epi32(_mm512_srli_epi32(levels, shift), nibbles, offset, 0xea);      \
-        const __m512i right = _mm512_ternarylogic_epi32(_mm512_srli_epi32(more, shift), nibbles, offset, 0xea);       \
-        EACH_ROW(STEP_GROUP)                                                                                          \
-        x += rows;                                                                                                    \
+#define END_SIDE(sums, side, zero, scale) \
+    write(sums, multiply_add(side, scale, multiply_add(zero, all, read(sums))));
+
+#define END_GROUP(r)                                                                                \
+    if (r < rows) {                                                                                 \
+        const Vec all = spread(x_sums[r]);                                                          \
+        if (sides & LEFT) END_SIDE(sums + r * BLOCK, left##r, left_zero, left_scale)                \
+        if (sides & RIGHT) END_SIDE(sums + r * BLOCK + 16, right##r, right_zero, right_scale)       \
     }
 
-#define END_GROUP(r)                                                                                  \
-    if (r < rows) {                                                                                   \
-        const __m512 all = _mm512_set1_ps(x_sums[r]);                                                 \
-        float *sum = sums + r * BLOCK;                                                                \
-        const __m512 l = _mm512_fmadd_ps(left_zero, all, _mm512_loadu_ps(sum));                       \
-        const __m512 h = _mm512_fmadd_ps(right_zero, all, _mm512_loadu_ps(sum + 16));                 \
-        _mm512_storeu_ps(sum, _mm512_fmadd_ps(left##r, left_scale, l));                               \
-        _mm512_storeu_ps(sum + 16, _mm512_fmadd_ps(right##r, right_scale, h));                        \
+/* One group's record, for one vector of outputs or for both. */
+INLINE void multiply_group(
+    const int rows, const int sides, const unit *x, const float *x_sums, const unit *w, int group, float *sums) {
+    const Bits nibbles = spread_bits(0x000f000f), offset = spread_bits(0x43004300);
+    const Vec back = spread(-136.0f);
+    const number *facts = (const number *)w;
+    EACH_ROW(BEGIN_GROUP)
+    w += BLOCK;
+    for (int at = 0; at < group; at += 4, w += BLOCK) {
+        const Bits levels = read_bits(w), more = read_bits(w + 16);
+        DECODE(0) DECODE(4) DECODE(8) DECODE(12)
     }
+    const Vec left_scale = load(facts, ALL), right_scale = load(facts + 16, ALL);
+    const Vec left_zero = multiply_add(left_scale, back, load(facts + 32, ALL));
+    const Vec right_zero = multiply_add(right_scale, back, load(facts + 48, ALL));
+    EACH_ROW(END_GROUP)
+}
 
-static inline __attribute__((always_inline)) void multiply_int4(
+INLINE void multiply_int4(
     const int rows, const unit *x, const float *x_sums, const unit *w, int groups, int group, float *sums,
     const char *ahead, int lines) {
-    const __m512i nibbles = _mm512_set1_epi32(0x000f000f), offset = _mm512_set1_epi32(0x43004300);
-    const __m512 back = _mm512_set1_ps(-136.0f);
     EACH_ROW(CLEAR_SUMS)
-    for (int g = 0; g < groups; g++, x_sums += rows) {
-        for (int line = 0; line < lines; line++, ahead += ALIGNMENT) _mm_prefetch(ahead, _MM_HINT_T1);
-        const number *facts = (const number *)w;
-        const __m512 left_scale = load(facts, 0xffff), right_scale = load(facts + 16, 0xffff);
-        const __m512 left_zero = _mm512_fmadd_ps(left_scale, back, load(facts + 32, 0xffff));
-        const __m512 right_zero = _mm512_fmadd_ps(right_scale, back, load(facts + 48, 0xffff));
-        w += BLOCK;
-        EACH_ROW(BEGIN_GROUP)
-        for (int at = 0; at < group; at += 4, w += BLOCK) {
-            const __m512i levels = _mm512_loadu_si512(w), more = _mm512_loadu_si512(w + 16);
-            DECODE(0) DECODE(4) DECODE(8) DECODE(12)
+    for (int g = 0; g < groups; g++, x += group * rows, x_sums += rows, w += record_units(group)) {
+        fetch(ahead, lines, 0);
+        ahead += (size_t)lines * ALIGNMENT;
+        if (rows <= TOGETHER) {
+            multiply_group(rows, LEFT | RIGHT, x, x_sums, w, group, sums);
+        } else {
+            multiply_group(rows, LEFT, x, x_sums, w, group, sums);
+            multiply_group(rows, RIGHT, x, x_sums, w, group, sums);
         }
-        EACH_ROW(END_GROUP)
     }
 }
 
@@ -107,19 +112,17 @@ static void sum_groups(const unit *x, int tokens, int units, int group, float *t
     const int groups = units / group;
     for (int tile = 0; tile < parts_of(tokens, ROWS); tile++) {
         const int begin = tile_begin(tokens, tile), rows = tile_begin(tokens, tile + 1) - begin;
-        const __m512i each = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        const __m512i places = _mm512_mullo_epi32(_mm512_set1_epi32(rows), each);
         const unit *from = x + (size_t)begin * units;
         for (int g = 0; g < groups; g++)
             for (int r = 0; r < rows; r++) {
-                __m512 sum = _mm512_setzero_ps();
+                Vec sum = zeros();
                 for (int at = g * group; at < (g + 1) * group; at += 16) {
-                    const __m512i v = _mm512_i32gather_epi32(places, from + (size_t)at * rows + r, 4);
-                    const __m512i high = _mm512_and_si512(v, _mm512_set1_epi32((int)0xffff0000u));
-                    sum = _mm512_add_ps(sum, _mm512_castsi512_ps(_mm512_slli_epi32(v, 16)));
-                    sum = _mm512_add_ps(sum, _mm512_castsi512_ps(high));
+                    const Bits v = gather(from + (size_t)at * rows + r, rows);
+                    const Bits high = both(v, spread_bits(0xffff0000u));
+                    sum = add(sum, as_floats(left_by(v, 16)));
+                    sum = add(sum, as_floats(high));
                 }
-                to[(size_t)begin * groups + g * rows + r] = _mm512_reduce_add_ps(sum);
+                to[(size_t)begin * groups + g * rows + r] = sum_of(sum);
             }
     }
 }
@@ -179,47 +182,23 @@ static void multiply_block(
     }
 }
 
-static inline __m512 with_bias(const float *sums, const float *bias, int at) {
-    const __m512 v = _mm512_loadu_ps(sums);
-    return bias ? _mm512_add_ps(v, _mm512_loadu_ps(bias + at)) : v;
+static inline Vec with_bias(const float *sums, const float *bias, int at) {
+    const Vec v = read(sums);
+    return bias ? add(v, read(bias + at)) : v;
 }
 
 /* Sixteen rows of units turned on their side: row u of `to`, BLOCK apart, gets unit u of every row. Missing rows are
    zeros. */
 static void transpose(const unit *from, size_t step, int rows, int units, unit *to) {
     for (int at = 0; at < units; at += 16) {
-        const __mmask16 mask = first(units - at);
-        __m512i r[16], t[16];
+        const Mask mask = first(units - at);
+        Bits r[16];
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) r[i] = i < rows ? read_some_bits(from + i * step + at, mask) : no_bits();
+        turn(r);
 #pragma GCC unroll 16
         for (int i = 0; i < 16; i++)
-            r[i] = i < rows ? _mm512_maskz_loadu_epi32(mask, from + i * step + at) : _mm512_setzero_si512();
-#pragma GCC unroll 8
-        for (int i = 0; i < 16; i += 2) {
-            t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-            t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-        }
-#pragma GCC unroll 4
-        for (int i = 0; i < 16; i += 4) {
-            r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-            r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-            r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-            r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-        }
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) {
-            t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-            t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-            t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-            t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-        }
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) {
-            r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-            r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-        }
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; i++)
-            if (at + i < units) _mm512_storeu_si512(to + (size_t)(at + i) * BLOCK, r[i]);
+            if (at + i < units) write_bits(to + (size_t)(at + i) * BLOCK, r[i]);
     }
 }
 

@@ -3,28 +3,19 @@
 #ifndef NATIVE_PRODUCT_H
 #define NATIVE_PRODUCT_H
 
-#include <immintrin.h>
-#include <math.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/mman.h>
-
-#if !defined(__AVX512F__) || !defined(__AVX512BW__) || !defined(__AVX512DQ__) || !defined(__AVX512VL__)
-#error "this processor lacks AVX-512 (F, BW, DQ and VL)"
-#endif
+#include "native_vector.h"
 
 enum {
-    ROWS = 12,      /* tokens of a tile: two vectors of sums for each leave room for the rest in 32 registers */
     BLOCK = 32,     /* outputs of a block */
+    LEFT = 1,       /* one vector of a block's outputs, */
+    RIGHT = 2,      /* and the other */
+    STRIP = 64,     /* units after which the two take turns, where they are computed by themselves */
     CHUNK = 512,    /* units of a block's rows that are used by all tiles before the next: 64 KiB, a part of the L2 */
     PIECE = 256,    /* slots whose attention is computed by itself */
     QUERIES = 64,   /* tokens of a row that attend together: more would not add to the reuse of keys and values */
     WIDEST = 256,   /* head_dim */
     PAUSE = 2,      /* steps of a product with weights between two requests for memory that is needed later */
     TURN = 4,       /* steps for which it asks for memory while it turns 16 keys */
-    FEW = 6,        /* queries whose mixtures over two blocks of dims fit into registers */
     ALIGNMENT = 64, /* bytes */
     STRETCH = 512,  /* bytes of memory that is read to see how fast it is */
 #ifdef __AVX512BF16__
@@ -86,68 +77,47 @@ static inline void share(int count, Team team, int *begin, int *end) {
 
 /* Numbers. */
 
-static inline __mmask16 first(int count) {
-    return count >= 16 ? 0xffff : count <= 0 ? 0 : (__mmask16)((1u << count) - 1);
-}
-
 static inline int least(int a, int b) { return a < b ? a : b; }
 
 static inline int parts_of(int count, int size) { return (count + size - 1) / size; }
 
 #ifdef BFLOAT16
-static inline __m512 widen(__m256i x) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
-}
-
-static inline __m256i narrow(__m512 x) { /* to the nearest, to the even one of two */
-#ifdef __AVX512BF16__
-    return (__m256i)_mm512_cvtneps_pbh(x);
+static inline Vec load(const number *x, Mask mask) { return widen(read_halves(x, mask)); }
+static inline void store(number *x, Mask mask, Vec v) { write_halves(x, mask, narrow(v)); }
+static inline Vec rounded(Vec x) { return widen(narrow(x)); }
 #else
-    const __m512i bits = _mm512_castps_si512(x);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16));
-#endif
-}
-
-static inline __m512 load(const number *x, __mmask16 mask) { return widen(_mm256_maskz_loadu_epi16(mask, x)); }
-static inline void store(number *x, __mmask16 mask, __m512 v) { _mm256_mask_storeu_epi16(x, mask, narrow(v)); }
-static inline __m512 rounded(__m512 x) { return widen(narrow(x)); }
-#else
-static inline __m512 load(const number *x, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, x); }
-static inline void store(number *x, __mmask16 mask, __m512 v) { _mm512_mask_storeu_ps(x, mask, v); }
-static inline __m512 rounded(__m512 x) { return x; }
+static inline Vec load(const number *x, Mask mask) { return read_some(x, mask); }
+static inline void store(number *x, Mask mask, Vec v) { write_some(x, mask, v); }
+static inline Vec rounded(Vec x) { return x; }
 #endif
 
 /* sum + w x, of 16 units; the two products of a bfloat16 unit one after the other. */
-static inline __m512 dot(__m512 sum, __m512i w, __m512i x) {
+static inline Vec dot(Vec sum, Bits w, Bits x) {
 #if !defined(BFLOAT16)
-    return _mm512_fmadd_ps(_mm512_castsi512_ps(w), _mm512_castsi512_ps(x), sum);
+    return multiply_add(as_floats(w), as_floats(x), sum);
 #elif defined(__AVX512BF16__)
     return _mm512_dpbf16_ps(sum, (__m512bh)w, (__m512bh)x);
 #else
-    const __m512i high = _mm512_set1_epi32((int)0xffff0000u);
-    sum = _mm512_fmadd_ps(
-        _mm512_castsi512_ps(_mm512_slli_epi32(w, 16)), _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)), sum);
-    return _mm512_fmadd_ps(
-        _mm512_castsi512_ps(_mm512_and_si512(w, high)), _mm512_castsi512_ps(_mm512_and_si512(x, high)), sum);
+    const Bits high = spread_bits(0xffff0000u);
+    sum = multiply_add(as_floats(left_by(w, 16)), as_floats(left_by(x, 16)), sum);
+    return multiply_add(as_floats(both(w, high)), as_floats(both(x, high)), sum);
 #endif
 }
 
 /* e^x, to about two units in the last place; exactly 1 at 0, and 0 at -110 and below. */
-static inline __m512 exponential(__m512 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-110.0f));
-    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
-    __m512 f = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-    f = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), f);
-    __m512 p = _mm512_set1_ps(1.0f / 720);
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f / 120));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f / 24));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f / 6));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.5f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(p, n);
+static inline Vec exponential(Vec x) {
+    x = larger(x, spread(-110.0f));
+    const Vec n = whole(multiply(x, spread(1.44269504f)));
+    Vec f = multiply_add(n, spread(-0.693359375f), x);
+    f = multiply_add(n, spread(2.12194440e-4f), f);
+    Vec p = spread(1.0f / 720);
+    p = multiply_add(p, f, spread(1.0f / 120));
+    p = multiply_add(p, f, spread(1.0f / 24));
+    p = multiply_add(p, f, spread(1.0f / 6));
+    p = multiply_add(p, f, spread(0.5f));
+    p = multiply_add(p, f, spread(1.0f));
+    p = multiply_add(p, f, spread(1.0f));
+    return scale_by_two(p, n);
 }
 
 /* Tiles of tokens: as few as ROWS allows, of sizes that differ by one at most. */
@@ -165,23 +135,23 @@ static inline unit *units_of(unit *tiles, int tokens, int units, int token, int 
     return tiles + (size_t)begin * units + (token - begin);
 }
 
-static inline void put(unit *to, int step, __m512i units, int count) {
+static inline void put(unit *to, int step, Bits units, int count) {
     if (step == 1) {
-        _mm512_mask_storeu_epi32(to, first(count), units);
+        write_some_bits(to, first(count), units);
         return;
     }
     unit each[16];
-    _mm512_storeu_si512(each, units);
+    write_bits(each, units);
     for (int i = 0; i < count && i < 16; i++) to[(size_t)i * step] = each[i];
 }
 
 /* Writes up to BLOCK adjacent numbers of a token into its tile. */
-static inline void put_block(unit *to, int step, __m512 left, __m512 right, int count) {
+static inline void put_block(unit *to, int step, Vec left, Vec right, int count) {
 #ifdef BFLOAT16
-    put(to, step, _mm512_inserti64x4(_mm512_castsi256_si512(narrow(left)), narrow(right), 1), parts_of(count, 2));
+    put(to, step, side_by_side(narrow(left), narrow(right)), parts_of(count, 2));
 #else
-    put(to, step, _mm512_castps_si512(left), count);
-    if (count > 16) put(to + (size_t)16 * step, step, _mm512_castps_si512(right), count - 16);
+    put(to, step, as_bits(left), count);
+    if (count > 16) put(to + (size_t)16 * step, step, as_bits(right), count - 16);
 #endif
 }
 
@@ -190,47 +160,60 @@ static inline void put_block(unit *to, int step, __m512 left, __m512 right, int 
    Meanwhile it asks for memory that is needed next, `lines` cache lines from `ahead` on for every `pause` steps, into
    the L1 where it is `near`: keys and values are needed soon, and best asked for a few at a time. */
 
-static inline __attribute__((always_inline)) void fetch(const char *from, int lines, const int near) {
+INLINE void fetch(const char *from, int lines, const int near) {
     for (const char *end = from + (size_t)lines * ALIGNMENT; from < end; from += ALIGNMENT) {
         if (near) _mm_prefetch(from, _MM_HINT_T0);
         else _mm_prefetch(from, _MM_HINT_T1);
     }
 }
 
-#define EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
-
-#define BEGIN_ROW(r)                                                       \
-    __m512 left##r = _mm512_setzero_ps(), right##r = _mm512_setzero_ps();  \
-    if (r < rows && !fresh) {                                              \
-        left##r = _mm512_loadu_ps(sums + r * sums_step);                   \
-        right##r = _mm512_loadu_ps(sums + r * sums_step + 16);             \
+#define BEGIN_ROW(r)                                                                                \
+    Vec left##r = zeros(), right##r = zeros();                                                      \
+    if (r < rows && !fresh) {                                                                       \
+        if (sides & LEFT) left##r = read(sums + r * sums_step);                                     \
+        if (sides & RIGHT) right##r = read(sums + r * sums_step + 16);                              \
     }
 
-#define STEP_ROW(r)                                                        \
-    if (r < rows) {                                                        \
-        const __m512i both = _mm512_set1_epi32((int)x[r]);                 \
-        left##r = dot(left##r, left, both);                                \
-        right##r = dot(right##r, right, both);                             \
+#define STEP_ROW(r)                                                                                 \
+    if (r < rows) {                                                                                 \
+        const Bits each = spread_bits(x[r]);                                                        \
+        if (sides & LEFT) left##r = dot(left##r, left, each);                                       \
+        if (sides & RIGHT) right##r = dot(right##r, right, each);                                   \
     }
 
-#define END_ROW(r)                                                         \
-    if (r < rows) {                                                        \
-        _mm512_storeu_ps(sums + r * sums_step, left##r);                   \
-        _mm512_storeu_ps(sums + r * sums_step + 16, right##r);             \
+#define END_ROW(r)                                                                                  \
+    if (r < rows) {                                                                                 \
+        if (sides & LEFT) write(sums + r * sums_step, left##r);                                     \
+        if (sides & RIGHT) write(sums + r * sums_step + 16, right##r);                              \
     }
 
-static inline __attribute__((always_inline)) void multiply_tile(
-    const int rows, const int pause, const int near, const unit *x, const unit *w, int units, float *sums,
-    ptrdiff_t sums_step, int fresh, const char *ahead, int lines) {
+INLINE const char *multiply_sides(
+    const int rows, const int sides, const int pause, const int near, const unit *x, const unit *w, int units,
+    float *sums, ptrdiff_t sums_step, int fresh, const char *ahead, int lines) {
     EACH_ROW(BEGIN_ROW)
     for (int at = 0; at < units; ahead += (size_t)lines * ALIGNMENT) {
         fetch(ahead, lines, near);
         for (const int end = least(at + pause, units); at < end; at++, x += rows, w += BLOCK) {
-            const __m512i left = _mm512_loadu_si512(w), right = _mm512_loadu_si512(w + 16);
+            const Bits left = read_bits(w), right = read_bits(w + 16);
             EACH_ROW(STEP_ROW)
         }
     }
     EACH_ROW(END_ROW)
+    return ahead;
+}
+
+INLINE void multiply_tile(
+    const int rows, const int pause, const int near, const unit *x, const unit *w, int units, float *sums,
+    ptrdiff_t sums_step, int fresh, const char *ahead, int lines) {
+    if (rows <= TOGETHER) {
+        multiply_sides(rows, LEFT | RIGHT, pause, near, x, w, units, sums, sums_step, fresh, ahead, lines);
+        return;
+    }
+    for (int at = 0; at < units; at += STRIP, x += STRIP * rows, w += STRIP * BLOCK, fresh = 0) {
+        const int count = least(STRIP, units - at);
+        ahead = multiply_sides(rows, LEFT, pause, near, x, w, count, sums, sums_step, fresh, ahead, lines);
+        multiply_sides(rows, RIGHT, pause, near, x, w, count, sums, sums_step, fresh, ahead, 0);
+    }
 }
 
 typedef void Tile(const unit *x, const unit *w, int units, float *sums, ptrdiff_t sums_step, int fresh,
@@ -259,56 +242,53 @@ static Score *const by_score[ROWS] = {EACH_ROW(NAME_SCORE)};
    In bfloat16 two slots make a unit, and dims stand in the order in which `finish` expects them.
 
    weights: rows that stand PIECE numbers apart, zero where a row does not see the last of the slots.
-   values: (slots, dims), of which those in `mask` are read. */
+   values: (slots, dims), of which the first `count` are read. */
 
-static inline __attribute__((always_inline)) void load_values(
-    const number *values, int dims, int both, __mmask32 mask, __m512i *left, __m512i *right) {
+INLINE void load_values(const number *values, int dims, int both, int count, Bits *left, Bits *right) {
 #ifdef BFLOAT16
-    const __m512i even = _mm512_maskz_loadu_epi16(mask, values);
-    const __m512i odd = both ? _mm512_maskz_loadu_epi16(mask, values + dims) : _mm512_setzero_si512();
-    *left = _mm512_unpacklo_epi16(even, odd);
-    *right = _mm512_unpackhi_epi16(even, odd);
+    const Bits even = read_32_halves(values, count);
+    const Bits odd = both ? read_32_halves(values + dims, count) : no_bits();
+    *left = pair_low(even, odd);
+    *right = pair_high(even, odd);
 #else
     (void)dims, (void)both;
-    *left = _mm512_maskz_loadu_epi32((__mmask16)mask, values);
-    *right = _mm512_maskz_loadu_epi32((__mmask16)(mask >> 16), values + 16);
+    *left = read_some_bits(values, first(count));
+    *right = read_some_bits(values + 16, first(count - 16));
 #endif
 }
 
-#define BEGIN_MIX(r)                                                       \
-    __m512 left##r = _mm512_setzero_ps(), right##r = _mm512_setzero_ps();  \
-    __m512 more##r = _mm512_setzero_ps(), last##r = _mm512_setzero_ps();
+#define BEGIN_MIX(r) Vec left##r = zeros(), right##r = zeros(), more##r = zeros(), last##r = zeros();
 
-#define STEP_MIX(r)                                                                    \
-    if (r < rows) {                                                                    \
-        const __m512i both = _mm512_set1_epi32((int)weights[r * (PIECE / PER_UNIT)]);  \
-        left##r = dot(left##r, left, both);                                            \
-        right##r = dot(right##r, right, both);                                         \
-        if (blocks == 2) {                                                             \
-            more##r = dot(more##r, more, both);                                        \
-            last##r = dot(last##r, last, both);                                        \
-        }                                                                              \
+#define STEP_MIX(r)                                                                                 \
+    if (r < rows) {                                                                                 \
+        const Bits each = spread_bits(weights[r * (PIECE / PER_UNIT)]);                             \
+        if (sides & LEFT) left##r = dot(left##r, left, each);                                       \
+        if (sides & RIGHT) right##r = dot(right##r, right, each);                                   \
+        if (blocks == 2) {                                                                          \
+            more##r = dot(more##r, more, each);                                                     \
+            last##r = dot(last##r, last, each);                                                     \
+        }                                                                                           \
     }
 
-#define END_MIX(r)                                                  \
-    if (r < rows) {                                                 \
-        _mm512_storeu_ps(sums + r * sums_step, left##r);            \
-        _mm512_storeu_ps(sums + r * sums_step + 16, right##r);      \
-        if (blocks == 2) {                                          \
-            _mm512_storeu_ps(sums + r * sums_step + 32, more##r);   \
-            _mm512_storeu_ps(sums + r * sums_step + 48, last##r);   \
-        }                                                           \
+#define END_MIX(r)                                                                                  \
+    if (r < rows) {                                                                                 \
+        if (sides & LEFT) write(sums + r * sums_step, left##r);                                     \
+        if (sides & RIGHT) write(sums + r * sums_step + 16, right##r);                              \
+        if (blocks == 2) {                                                                          \
+            write(sums + r * sums_step + 32, more##r);                                              \
+            write(sums + r * sums_step + 48, last##r);                                              \
+        }                                                                                           \
     }
 
-static inline __attribute__((always_inline)) void mix_tile(
-    const int rows, const int blocks, __mmask32 mask, const unit *weights, const number *values, int dims, int slots,
-    float *sums, ptrdiff_t sums_step, const char *ahead, int lines) {
+INLINE void mix_sides(
+    const int rows, const int blocks, const int sides, int count, const unit *weights, const number *values, int dims,
+    int slots, float *sums, ptrdiff_t sums_step, const char *ahead, int lines) {
     EACH_ROW(BEGIN_MIX)
     for (int slot = 0; slot < slots; slot += PER_UNIT, ahead += (size_t)lines * ALIGNMENT) {
-        __m512i left, right, more, last;
+        Bits left, right, more, last;
         fetch(ahead, lines, 1);
-        load_values(values, dims, slot + 1 < slots, mask, &left, &right);
-        if (blocks == 2) load_values(values + BLOCK, dims, slot + 1 < slots, mask, &more, &last);
+        load_values(values, dims, slot + 1 < slots, count, &left, &right);
+        if (blocks == 2) load_values(values + BLOCK, dims, slot + 1 < slots, count, &more, &last);
         EACH_ROW(STEP_MIX)
         weights++;
         values += (size_t)PER_UNIT * dims;
@@ -316,24 +296,34 @@ static inline __attribute__((always_inline)) void mix_tile(
     EACH_ROW(END_MIX)
 }
 
-typedef void Mix(__mmask32 mask, const unit *weights, const number *values, int dims, int slots, float *sums,
+INLINE void mix_tile(
+    const int rows, const int blocks, int count, const unit *weights, const number *values, int dims, int slots,
+    float *sums, ptrdiff_t sums_step, const char *ahead, int lines) {
+    if (rows <= TOGETHER) {
+        mix_sides(rows, blocks, LEFT | RIGHT, count, weights, values, dims, slots, sums, sums_step, ahead, lines);
+        return;
+    }
+    mix_sides(rows, blocks, LEFT, count, weights, values, dims, slots, sums, sums_step, ahead, lines);
+    mix_sides(rows, blocks, RIGHT, count, weights, values, dims, slots, sums, sums_step, ahead, 0);
+}
+
+typedef void Mix(int count, const unit *weights, const number *values, int dims, int slots, float *sums,
                  ptrdiff_t sums_step, const char *ahead, int lines);
 
 #define MAKE_MIX(r)                                                                                                \
-    static void mix_##r(__mmask32 mask, const unit *weights, const number *values, int dims, int slots,            \
+    static void mix_##r(int count, const unit *weights, const number *values, int dims, int slots,            \
                         float *sums, ptrdiff_t sums_step, const char *ahead, int lines) {                          \
-        mix_tile(r + 1, 1, mask, weights, values, dims, slots, sums, sums_step, ahead, lines);                     \
+        mix_tile(r + 1, 1, count, weights, values, dims, slots, sums, sums_step, ahead, lines);                     \
     }
 EACH_ROW(MAKE_MIX)
 #define NAME_MIX(r) mix_##r,
 static Mix *const by_block[ROWS] = {EACH_ROW(NAME_MIX)};
 
-#define EACH_OF_FEW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5)
 #define MAKE_PAIR(r)                                                                                               \
-    static void pair_##r(__mmask32 mask, const unit *weights, const number *values, int dims, int slots,           \
+    static void pair_##r(int count, const unit *weights, const number *values, int dims, int slots,           \
                          float *sums, ptrdiff_t sums_step, const char *ahead, int lines) {                         \
-        (void)mask;                                                                                                \
-        mix_tile(r + 1, 2, 0xffffffffu, weights, values, dims, slots, sums, sums_step, ahead, lines);              \
+        (void)count;                                                                                               \
+        mix_tile(r + 1, 2, BLOCK, weights, values, dims, slots, sums, sums_step, ahead, lines);              \
     }
 EACH_OF_FEW(MAKE_PAIR)
 #define NAME_PAIR(r) pair_##r,

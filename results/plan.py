@@ -27,6 +27,7 @@ from .records import BASELINE
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 RUNTIMES = ("auto", "packed", "transformers")
 QUANTS = (None, "int8", "int4")
+OWN_DRAFT = "self:int4"  # of a strategy that needs a draft, where none is named
 PROMPTS_PER_ROW = 4  # that one call runs through its rows, where no option says how many
 
 
@@ -181,6 +182,27 @@ def resolve(flags: Mapping[str, Any], config: Mapping[str, Any] | None = None, w
     given = {**values, **{key: value for key, value in flags.items() if key != "options"}}
     given, options = servers.expand(given, options)
     return dataclasses.replace(build(Plan, given, where), options=options)
+
+
+def with_own_draft(plan: Plan) -> tuple[Plan, str | None]:
+    """The plan, with the target's own int4 copy as the draft where a strategy needs one and none is named.
+
+    Where such a copy cannot be had (another runtime, a GPU, several ranks) the plan stays as it is, and `check` says
+    that a draft is missing.
+
+    Returns:
+        the plan, and what to tell the user of the choice; None where there was nothing to choose.
+
+    Raises:
+        UsageError, PlacementError: of a strategy or a place that is not there.
+    """
+    lacking = [name for name in plan.strategy if "draft" in strategies.get(name).roles]
+    if plan.draft or not lacking or plan.draft_quant or plan.runtime == "transformers" or plan.tp > 1:
+        return plan, None
+    if parse_placement(plan.place, plan.threads).of("target").kind != "cpu":
+        return plan, None
+    said = f"no --draft for {', '.join(lacking)}: the target drafts for itself, in int4 (--draft {OWN_DRAFT})"
+    return dataclasses.replace(plan, draft=OWN_DRAFT), f"{said}; what else could: specbench list drafts"
 
 
 def _merge_options(config: Any, flags: Mapping[str, Mapping[str, Any]], where: str) -> dict[str, dict[str, Any]]:
@@ -381,7 +403,7 @@ def _check_roles(checked: Checked) -> None:
     plan = checked.plan
     for arm in checked.arms:
         if "draft" in arm.strategy.roles and not plan.draft:
-            raise UsageError(f"{arm.name}: needs a draft model; name one with --draft. See: specbench list models")
+            raise UsageError(f"{arm.name}: needs a draft model; name one with --draft. See: specbench list drafts")
         if arm.strategy.needs_packed and plan.runtime_of("target") == "transformers":
             asked = f"--tp {plan.tp}" if plan.tp > 1 else "--runtime transformers"
             raise UsageError(f"{arm.name}: needs the packed runtime, not {asked}")

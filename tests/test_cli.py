@@ -89,7 +89,7 @@ def test_version():
     ("words", "message"),
     [
         (["-s", "lokup"], 'unknown strategy "lokup"; did you mean "lookup"?'),
-        (["-s", "speculative"], "speculative: needs a draft model; name one with --draft."),
+        (["-s", "speculative", "--runtime", "transformers"], "speculative: needs a draft model; name one with --draft"),
         (["--task", "nope"], 'unknown task "nope"'),
         (["-t", "tinny"], "tinny"),
         (["-t", "/no/such/folder"], "/no/such/folder"),

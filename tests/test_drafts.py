@@ -23,7 +23,7 @@ from specbench.models.quiet import quiet
 from specbench.models.specs import parse
 from specbench.results import drafts as known
 from specbench.results import run as runs
-from specbench.results.plan import Plan, check, parse_option, resolve
+from specbench.results.plan import Plan, check, parse_option, resolve, with_own_draft
 
 
 @pytest.fixture(autouse=True)
@@ -291,3 +291,30 @@ def test_a_folder_that_is_not_there_is_one_line():
     done = invoke("--folder", "nowhere")
     assert done.exit_code == 2
     assert "--folder nowhere: no such folder" in done.stderr
+
+
+# Where no draft is named
+
+
+def test_a_strategy_without_a_draft_gets_the_targets_own_int4_copy_and_says_so(tmp_path):
+    out = tmp_path / "run"
+    words = "run -s speculative -t tiny --limit 1 --max-new-tokens 8 --trace 0 --warmup 0 --require-lossless --out"
+    done = CliRunner().invoke(app, [*words.split(), str(out)])
+    assert done.exit_code == 0, done.output
+    assert "no --draft for speculative: the target drafts for itself, in int4 (--draft self:int4)" in done.stderr
+    assert json.loads((out / "manifest.json").read_text())["plan"]["draft"] == "self:int4"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(strategy=("lookup",)),
+        dict(draft="tiny-draft"),
+        dict(runtime="transformers"),
+        dict(draft_quant="int8"),
+        dict(strategy=("lookup", "auto")),
+    ],
+)
+def test_nothing_is_chosen_where_a_draft_is_named_not_needed_or_not_to_be_had(changes):
+    plan = Plan(**(dict(target="tiny", strategy=("speculative",)) | changes))
+    assert with_own_draft(plan) == (plan, None)

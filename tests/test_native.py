@@ -33,6 +33,7 @@ from test_packed import (  # noqa: F401 - the tests among them run here with our
 from torch.nn.functional import linear
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from specbench.hardware.environment import environment
 from specbench.models import native
 from specbench.models.kv_cache import KeyValueCache
 from specbench.models.native import Packer
@@ -41,12 +42,22 @@ from specbench.models.packed_layers import Watch
 from specbench.models.packed_linear import INT8, NATIVE
 from specbench.models.packed_native import parts_of
 
-HERE = pytest.mark.skipif(native.load(torch.float32) is None, reason="no AVX-512, C compiler or OpenMP here")
+HERE = pytest.mark.skipif(native.load(torch.float32) is None, reason="no AVX2, C compiler or OpenMP here")
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
+@pytest.fixture(params=["as it is", "avx2"] if "avx512f" in environment()["cpu_flags"] else ["as it is"])
+def instructions(request, monkeypatch):
+    """What the processor can do, and on one with AVX-512 also what one without it would."""
+    if request.param == "avx2":
+        monkeypatch.setenv("SPECBENCH_NATIVE", "avx2")
+
+
+EITHER = pytest.mark.usefixtures("instructions")
+
+
 def kernels(dtype: str) -> native.Kernels:
-    found = native.load(getattr(torch, dtype))
+    found = native.kernels(getattr(torch, dtype))
     assert found is not None
     return found
 
@@ -76,6 +87,7 @@ def attending(heads: int, kv_heads: int, head_dim: int, dtype: str):
 
 
 @HERE
+@EITHER
 @DTYPES
 @pytest.mark.parametrize("rows", [1, 16, 33, 70])
 @pytest.mark.parametrize("width", [2, 46, 47, 300, 2100])
@@ -87,7 +99,7 @@ def test_products_are_right_whatever_the_shape(dtype, rows, width):
     for offset in (None, bias):
         matrix = Packer(ours, 10_000).pack(weight, offset)
         assert matrix.kind == NATIVE
-        for tokens in (1, 2, 12, 13, 40):
+        for tokens in (1, 2, 3, 4, 6, 7, 12, 13, 40):
             x = torch.randn(tokens, width, generator=source).to(ours.dtype)
             expected = linear(x.double(), weight.double(), None if offset is None else offset.double())
             room = linear(x.double().abs(), weight.double().abs()) * 1e-6
@@ -97,6 +109,7 @@ def test_products_are_right_whatever_the_shape(dtype, rows, width):
 
 
 @HERE
+@EITHER
 @DTYPES
 def test_bits_of_a_product_depend_on_neither_tokens_nor_threads(dtype):
     ours = kernels(dtype)
@@ -110,6 +123,7 @@ def test_bits_of_a_product_depend_on_neither_tokens_nor_threads(dtype):
 
 
 @HERE
+@EITHER
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 @pytest.mark.parametrize("rows", [16, 80])
 def test_int4_products_are_those_of_the_weights_that_levels_and_scales_stand_for(rows, group_size):
@@ -146,6 +160,7 @@ def reference(heads: torch.Tensor, past: torch.Tensor, group: int, rotation: tor
 
 
 @HERE
+@EITHER
 @DTYPES
 @pytest.mark.parametrize(
     ("group", "kv_heads", "head_dim"), [(1, 2, 16), (3, 1, 64), (4, 2, 24), (7, 1, 80), (3, 2, 128)]
@@ -179,6 +194,7 @@ def test_attention_is_right_and_reads_no_further_than_a_query_sees(dtype, group,
 
 
 @HERE
+@EITHER
 @DTYPES
 def test_bits_of_attention_do_not_depend_on_how_its_work_is_shared_out(dtype):
     """One row's pieces over two threads, whole heads over two, one thread; alone and with others."""
@@ -376,6 +392,7 @@ def test_weights_stand_in_memory_once_in_the_order_in_which_they_are_read(dtype)
 
 
 @HERE
+@EITHER
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_a_model_in_int4_computes_what_its_weights_stand_for_and_the_same_bits_at_once(family):
     plain = make(family)
@@ -410,7 +427,7 @@ def test_int8_and_shapes_that_do_not_fit_keep_torchs_operators():
 @pytest.fixture
 def compiler(tmp_path, monkeypatch):
     """A compiler that takes a moment and hands out the library that is there already; `ran` lists its runs."""
-    with native.built(native._compilers()[0], torch.float32, native._processor() or "") as path:
+    with native.built(native._compilers([])[0], torch.float32, native._processor() or "") as path:
         library = path
         (tmp_path / "ready.so").write_bytes(library.read_bytes())
     script = tmp_path / "bin" / "cc"
@@ -482,13 +499,13 @@ def test_kernels_that_come_out_wrong_are_not_used(monkeypatch):
 
 
 @pytest.mark.parametrize("missing", ["_processor", "_openmp"])
-def test_without_avx512_or_openmp_there_are_no_kernels(monkeypatch, missing):
+def test_without_the_instructions_or_openmp_there_are_no_kernels(monkeypatch, missing):
     monkeypatch.setattr(native, missing, lambda: None)
     assert load_anew(torch.bfloat16) is None
 
 
 def test_a_model_without_kernels_computes_the_same(monkeypatch):
-    monkeypatch.setattr(native, "load", lambda dtype: None)
+    monkeypatch.setattr(native, "load", lambda dtype, avx2: None)
     model, ids = make(), text(40)
     expected = forward(model, ids)
     runtime = packed(model)
@@ -502,6 +519,7 @@ def test_the_threads_are_those_of_torchs_own_openmp():
     code = """
 import re, torch
 from pathlib import Path
+from specbench.hardware.environment import environment
 from specbench.models import native
 def loaded():
     return {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if native.OPENMP.search(line)}
