@@ -4,8 +4,9 @@
 
 Arms, interleaved prompt by prompt and taking turns at going first: plain decoding; `speculative` with self:int4 at
 draft lengths 2, 3, 4 and 6, with self:int8 and with a self:int4 that reads everything itself at length 4, and with
-every draft given; `lookup`. For an ordinary draft model (a pair) also its int4 form, and that with a pruned head. A
-task may have a path: `spec-bench=8@question.jsonl`.
+every draft given; `lookup`; and self:int4 and every draft given with `lookup`'s n-grams below it, in `cascade`. For an
+ordinary draft model (a pair) also its int4 form, and that with a pruned head. A task may have a path:
+`spec-bench=8@question.jsonl`.
 Two passes, greedy and sampled at temperature 1, whose outputs are compared with plain decoding token by token. The
 greedy pass gives the speeds. Cost and agreement are remembered for `specbench list drafts`.
 """
@@ -39,6 +40,8 @@ from specbench.results.measure import Ending, measure
 from specbench.strategies.autoregressive import Autoregressive
 from specbench.strategies.autoregressive import Options as PlainOptions
 from specbench.strategies.base import Request, Strategy
+from specbench.strategies.cascade import Cascade
+from specbench.strategies.cascade import Options as CascadeOptions
 from specbench.strategies.lookup import Lookup
 from specbench.strategies.lookup import Options as LookupOptions
 from specbench.strategies.sampling import Sampling
@@ -70,13 +73,14 @@ class Item:
     limit: int
 
 
-def drafters(target: ModelInfo, given: list[str], head: int, offset: int | None) -> list[Drafter]:
+def drafters(target: ModelInfo, given: list[str], head: int, offset: int | None, int8: bool) -> list[Drafter]:
     """Self-drafts, then the given ones; of an ordinary model its int4 form, and that with a pruned head."""
     wanted: list[tuple[str, str | None, DraftOptions]] = [
         ("self:int4", None, DraftOptions()),
         ("self:int4", None, DraftOptions(follow=False)),
-        ("self:int8", None, DraftOptions()),
     ]
+    if int8:
+        wanted.append(("self:int8", None, DraftOptions()))
     if offset is not None:
         wanted.append(("self:int4", None, DraftOptions(group_offset=offset)))
     for draft in given:
@@ -112,6 +116,8 @@ def arms(target: CachedModel, found: list[Drafter], lengths: tuple[int, ...]) ->
         assert one.model is not None
         for length in (4,) if one.name == "self:int8" or not one.info.options.follow else lengths:
             made[f"{one.name} k={length}"] = Speculative({"target": target, "draft": one.model}, DraftLength(length))
+        if one.quant == one.info.spec.quant and one.info.options == DraftOptions() and one.name != "self:int8":
+            made[f"cascade of {one.name}"] = Cascade({"target": target, "draft": one.model}, CascadeOptions())
     made["lookup"] = Lookup({"target": target}, LookupOptions())
     return made
 
@@ -197,6 +203,7 @@ def main() -> None:
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="draft lengths")
     parser.add_argument("--head-vocab", type=int, default=16384, help="of a pair's draft")
     parser.add_argument("--offset", type=int, default=None, help="self:int4 once more with blocks that begin there")
+    parser.add_argument("--no-int8", dest="int8", action="store_false", help="leave self:int8 out, which is slow")
     parser.add_argument("--sampled", type=int, default=4, help="prompts of the sampled pass; 0 for none")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--json", action="store_true")
@@ -206,7 +213,7 @@ def main() -> None:
     devices.apply(placement)
 
     info = describe(parse(args.target), "target", progress=say)
-    found = drafters(info, args.draft, args.head_vocab, args.offset)
+    found = drafters(info, args.draft, args.head_vocab, args.offset, args.int8)
     size = min(
         [info.vocab_size, *(check_pair(info, one.info, min(NEEDED_TOKENS, one.info.context_length)) for one in found)]
     )
@@ -218,6 +225,11 @@ def main() -> None:
         one.model = load(one.info, dtype=args.dtype, vocab_size=size, quant=one.quant)
         connect({"target": info, "draft": one.info}, {"target": target, "draft": one.model})
     made = arms(target, found, tuple(int(length) for length in args.lengths.split(",")))
+    questions = known.questions(info)
+    say("cost curves for the cascade")
+    for strategy in made.values():
+        strategy.prepare(1, max(len(item.ids) + item.limit for item in items))
+        strategy.practise(questions)
 
     eos = frozenset(info.eos_ids)
     warm = [Item("warm-up", tuple(info.codec.encode(warmup.text(64, info.codec))), 0, 16)]

@@ -107,7 +107,7 @@ def compare(threads: int, size: int, rounds: int, program: Path | None) -> list[
         theirs["float32", PEER, "numpy's BLAS"].append(run_blas(threads))
         for dtype in DTYPES:
             with torch_threads(threads):
-                ours[dtype].append(matrix_rate(dtype, 1.0, budget)["rate"])
+                ours[dtype].append(matrix_rate(dtype, 1.0, budget, products=native.products)["rate"])
     rows = []
     for (rate, kind, what), values in theirs.items():
         mine = [value for value in ours[rate] if value is not None]

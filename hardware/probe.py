@@ -21,13 +21,14 @@ def probe(
     budget: Budget,
     watch: Watch | None = None,
     reads: probe_rates.Reads | None = None,
+    products: probe_rates.Products | None = None,
 ) -> dict[str, Any]:
     """Facts and rates of CPU and GPUs; JSON-safe, null where something cannot be known.
 
     Args:
         threads: what the models will run with, ours first; rates are measured with one and with as many.
         cores: that this process may use.
-        reads: further ways to read memory, see `probe_rates`.
+        reads, products: further ways to read memory and to multiply matrices, see `probe_rates`.
     """
     watch = watch or (lambda text: None)
     watch("reading what the machine says about itself")
@@ -45,7 +46,7 @@ def probe(
         "memory": probe_rates.memory(counts, size, facts["caches"], budget, reads),
     }
     watch("multiplying matrices")
-    found["matrix"] = probe_rates.matrix(counts, budget)
+    found["matrix"] = probe_rates.matrix(counts, budget, products=products)
     found["gpus"] = probe_gpu.gpus(budget, watch)
     found["warnings"] = probe_cpu.warnings(facts, openmp, threads[0], busy)
     return found

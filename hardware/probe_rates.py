@@ -1,4 +1,4 @@
-"""How fast memory is read and matrices are multiplied, by torch, on a CPU or a GPU.
+"""How fast memory is read and matrices are multiplied, by torch and by what the caller has, on a CPU or a GPU.
 
 Bandwidth is read bandwidth, since that is what decoding does with weights: a buffer many times larger than the last
 level of cache is reduced to one number by several operations of torch and numpy, and by loops of the caller's. Each of
@@ -21,6 +21,9 @@ DTYPES = ("float32", "bfloat16", "float16", "int8")
 
 Reads = Callable[[Any], Mapping[str, Callable[[], Any]]]
 """Makes further operations, by name, that read a float32 tensor from one end to the other; maybe none."""
+
+Products = Callable[[str, int], Mapping[str, Callable[[], Any]]]
+"""Makes further operations, by name, that multiply two square matrices of a dtype and a size on the CPU; maybe none."""
 
 
 @contextlib.contextmanager
@@ -99,30 +102,40 @@ def copy_bandwidth(buffer: Any, seconds: float, budget: Budget) -> dict[str, Any
     return scaled(fastest({"torch.copy_": lambda: goal.copy_(source)}, 8 * half, seconds, budget.clock), 1e9)
 
 
-def matrix(counts: Sequence[int], budget: Budget, dtypes: Sequence[str] = DTYPES) -> list[dict[str, Any]]:
+def matrix(
+    counts: Sequence[int], budget: Budget, dtypes: Sequence[str] = DTYPES, products: Products | None = None
+) -> list[dict[str, Any]]:
     """Billions of multiplications and additions a second (GFLOP/s, int8: GOP/s) in a square matrix product, by dtype
     and number of threads; `rate` null where the processor or torch has no such product."""
     rows = []
     for dtype in dtypes:
         for count in counts:
             with torch_threads(count):
-                row = matrix_rate(dtype, budget.share(0.7, 3.0), budget)
+                row = matrix_rate(dtype, budget.share(0.7, 3.0), budget, products=products)
             rows.append({"dtype": dtype, "threads": count, **row})
     return rows
 
 
-def matrix_rate(dtype: str, seconds: float, budget: Budget, device: str = "cpu", wait: Any = None) -> dict[str, Any]:
+def matrix_rate(
+    dtype: str,
+    seconds: float,
+    budget: Budget,
+    device: str = "cpu",
+    wait: Any = None,
+    products: Products | None = None,
+) -> dict[str, Any]:
     """The fastest square product in a dtype, over a few sizes that fit the time.
 
     Args:
         wait: called at the end of every product, for a device that computes asynchronously.
+        products: further ways to multiply on the CPU.
     """
     now, done = budget.clock.now, wait or (lambda: None)
     best: dict[str, Any] | None = None
     size, most = 256, 4096 if device == "cpu" else 8192
     try:
         while size <= most:
-            operations = _products(dtype, size, device, done)
+            operations = {**_products(dtype, size, device, done), **(products(dtype, size) if products else {})}
             began = now()
             for operation in operations.values():
                 operation()
@@ -137,7 +150,7 @@ def matrix_rate(dtype: str, seconds: float, budget: Budget, device: str = "cpu",
             if best["rate"] and 2e-9 * (2 * size) ** 3 / best["rate"] > max(seconds / 6, 0.05):
                 break
             size *= 2
-    except (RuntimeError, AttributeError, NotImplementedError) as error:
+    except (RuntimeError, AttributeError, NotImplementedError, MemoryError) as error:
         if best is None:
             return {"rate": None, "reason": " ".join(str(error).split())[:160]}
     return best or {"rate": None, "reason": "not measured"}

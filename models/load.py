@@ -125,7 +125,8 @@ def check_runtime(
 
     refusal = packed.supports(info.config, device, dtype)
     if refusal and (runtime == "packed" or quant or exact or head):
-        raise ModelError(f"{info.role} {info.name}: the packed runtime does not support this model: {refusal}")
+        way_out = "; name another draft with --draft" if info.self_draft else ""
+        raise ModelError(f"{info.role} {info.name}: the packed runtime does not support this model: {refusal}{way_out}")
     if quant and not device.startswith("cpu"):
         raise ModelError(f"{info.role} {info.name}: {quant} is made for CPU only; place that role on cpu")
     return not refusal and runtime != "transformers"

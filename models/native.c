@@ -197,7 +197,7 @@ void forward(const Model *model, const Call *call) {
 typedef struct {
     const Matrix *matrix;
     const unit *x;
-    float *sums, *to; /* (threads, tokens, BLOCK + units); (tokens, rows) */
+    float *sums, *to; /* (threads, tokens, BLOCK + units / 16); (tokens, rows) */
     int tokens, threads;
 } Product;
 
@@ -205,7 +205,7 @@ static void product_work(void *data) {
     const Product *p = data;
     const Matrix *m = p->matrix;
     const Team team = join_team(p->threads);
-    float *sums = p->sums + (size_t)team.me * p->tokens * (BLOCK + m->units), *prepared = sums + p->tokens * BLOCK;
+    float *sums = p->sums + (size_t)team.me * p->tokens * (BLOCK + m->units / 16), *prepared = sums + p->tokens * BLOCK;
     int begin, end;
     share(blocks_of(m), team, &begin, &end);
     prepare(m, p->x, p->tokens, prepared);
@@ -222,7 +222,7 @@ static void product_work(void *data) {
 /* x (tokens, units) times a matrix, rounded to a number: (tokens, rows). Returns 0, or 1 where memory is short. */
 int product(const Matrix *matrix, const unit *x, float *to, int tokens, int threads) {
     unit *tiles = malloc(sizeof(unit) * tokens * matrix->units);
-    float *sums = malloc(sizeof(float) * threads * tokens * (BLOCK + matrix->units));
+    float *sums = malloc(sizeof(float) * threads * tokens * (BLOCK + matrix->units / 16));
     const int failed = !tiles || !sums;
     if (!failed) {
         for (int t = 0, step; t < tokens; t++) {

@@ -185,7 +185,7 @@ def kernels(dtype: torch.dtype) -> Kernels | None:
     wanted = os.environ.get("SPECBENCH_NATIVE")
     if wanted == "0" or dtype not in (torch.float32, torch.bfloat16):
         return None
-    return load(dtype, wanted == "avx2")
+    return load(dtype, True) if wanted == "avx2" else load(dtype)
 
 
 def reads(buffer: torch.Tensor) -> dict[str, Callable[[], Any]]:
@@ -199,6 +199,17 @@ def reads(buffer: torch.Tensor) -> dict[str, Callable[[], Any]]:
         return found.library.read_through(buffer.data_ptr(), buffer.nbytes, ahead, torch.get_num_threads())
 
     return {"our own loop": lambda: read(0), "our own loop, asking ahead": lambda: read(AHEAD)}
+
+
+def products(dtype: str, size: int) -> dict[str, Callable[[], torch.Tensor]]:
+    """Ways to multiply two square matrices of so many rows, for measuring arithmetic. Empty where there are no kernels
+    for the type."""
+    found = kernels(getattr(torch, dtype))
+    if found is None:
+        return {}
+    x, weight = torch.randn(2, size, size).to(found.dtype)
+    matrix = Packer(found, 0).pack(weight)
+    return {"our own kernels": lambda: found.product(x, matrix, size)}
 
 
 @functools.cache

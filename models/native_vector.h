@@ -164,13 +164,18 @@ INLINE __m256i lanes_of(Mask mask, int from) {
 INLINE Vec zeros(void) { return (Vec){_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 INLINE Vec spread(float x) { return (Vec){_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 INLINE Vec read(const float *x) { return (Vec){_mm256_loadu_ps(x), _mm256_loadu_ps(x + 8)}; }
-INLINE Vec read_some(const float *x, Mask mask) {
-    return (Vec){_mm256_maskload_ps(x, lanes_of(mask, 0)), _mm256_maskload_ps(x + 8, lanes_of(mask, 8))};
-}
 INLINE void write(float *x, Vec v) { _mm256_storeu_ps(x, v.low), _mm256_storeu_ps(x + 8, v.high); }
+/* By way of a copy: AMD does not promise that lanes which a mask leaves out are not touched. */
+INLINE Vec read_some(const float *x, Mask mask) {
+    if (mask == ALL) return read(x);
+    float all[16] = {0};
+    memcpy(all, x, sizeof(float) * (size_t)mask);
+    return read(all);
+}
 INLINE void write_some(float *x, Mask mask, Vec v) {
-    _mm256_maskstore_ps(x, lanes_of(mask, 0), v.low);
-    _mm256_maskstore_ps(x + 8, lanes_of(mask, 8), v.high);
+    float all[16];
+    write(mask == ALL ? x : all, v);
+    if (mask != ALL) memcpy(x, all, sizeof(float) * (size_t)mask);
 }
 INLINE Vec choose_lanes(Vec other, Vec v, Mask mask) {
     return (Vec){_mm256_blendv_ps(other.low, v.low, _mm256_castsi256_ps(lanes_of(mask, 0))),
@@ -231,16 +236,8 @@ INLINE Bits spread_bits(uint32_t x) { return (Bits){_mm256_set1_epi32((int)x), _
 INLINE Bits read_bits(const void *x) {
     return (Bits){_mm256_loadu_si256(x), _mm256_loadu_si256((const __m256i *)x + 1)};
 }
-INLINE Bits read_some_bits(const void *x, Mask mask) {
-    return (Bits){_mm256_maskload_epi32(x, lanes_of(mask, 0)),
-                  _mm256_maskload_epi32((const int *)x + 8, lanes_of(mask, 8))};
-}
 INLINE void write_bits(void *x, Bits b) {
     _mm256_storeu_si256(x, b.low), _mm256_storeu_si256((__m256i *)x + 1, b.high);
-}
-INLINE void write_some_bits(void *x, Mask mask, Bits b) {
-    _mm256_maskstore_epi32(x, lanes_of(mask, 0), b.low);
-    _mm256_maskstore_epi32((int *)x + 8, lanes_of(mask, 8), b.high);
 }
 INLINE Bits both_or(Bits a, Bits b, Bits c) { return either(both(a, b), c); }
 INLINE Bits left_by(Bits b, int by) { return (Bits){_mm256_slli_epi32(b.low, by), _mm256_slli_epi32(b.high, by)}; }
@@ -252,6 +249,8 @@ INLINE uint64_t sum_of_words(Bits b) {
 }
 INLINE Vec as_floats(Bits b) { return (Vec){_mm256_castsi256_ps(b.low), _mm256_castsi256_ps(b.high)}; }
 INLINE Bits as_bits(Vec v) { return (Bits){_mm256_castps_si256(v.low), _mm256_castps_si256(v.high)}; }
+INLINE Bits read_some_bits(const void *x, Mask mask) { return as_bits(read_some(x, mask)); }
+INLINE void write_some_bits(void *x, Mask mask, Bits b) { write_some(x, mask, as_floats(b)); }
 
 INLINE int count_reaching(Bits b, Mask mask, int32_t least) {
     const __m256i below = _mm256_set1_epi32(least - 1);
@@ -271,13 +270,13 @@ INLINE Vec widen(__m256i x) {
                  _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm256_extracti128_si256(x, 1)), 16))};
 }
 INLINE __m256i read_halves(const uint16_t *x, Mask mask) {
-    if (mask == 16) return _mm256_loadu_si256((const __m256i *)x);
+    if (mask == ALL) return _mm256_loadu_si256((const __m256i *)x);
     uint16_t all[16] = {0};
     memcpy(all, x, sizeof(uint16_t) * (size_t)mask);
     return _mm256_loadu_si256((const __m256i *)all);
 }
 INLINE void write_halves(uint16_t *x, Mask mask, __m256i v) {
-    if (mask == 16) {
+    if (mask == ALL) {
         _mm256_storeu_si256((__m256i *)x, v);
         return;
     }

@@ -22,7 +22,7 @@ from .metrics import Drafting
 from .prediction import Asked, Prices, Work, replay
 from .records import Sample
 
-FORMAT = 3  # of a profile's document
+FORMAT = 4  # of a profile's document
 FOLDER = "profiles"
 _SAME = ("fingerprint", "dtype", "runtime", "device", "threads")
 _MACHINE = ("cpu", "architecture", "gpus")

@@ -187,8 +187,8 @@ def resolve(flags: Mapping[str, Any], config: Mapping[str, Any] | None = None, w
 def with_own_draft(plan: Plan) -> tuple[Plan, str | None]:
     """The plan, with the target's own int4 copy as the draft where a strategy needs one and none is named.
 
-    Where such a copy cannot be had (another runtime, a GPU, several ranks) the plan stays as it is, and `check` says
-    that a draft is missing.
+    Where such a copy cannot be had (another runtime, a GPU, several ranks) or has nothing to save (a quantised target)
+    the plan stays as it is, and `check` says that a draft is missing.
 
     Returns:
         the plan, and what to tell the user of the choice; None where there was nothing to choose.
@@ -197,11 +197,15 @@ def with_own_draft(plan: Plan) -> tuple[Plan, str | None]:
         UsageError, PlacementError: of a strategy or a place that is not there.
     """
     lacking = [name for name in plan.strategy if "draft" in strategies.get(name).roles]
-    if plan.draft or not lacking or plan.draft_quant or plan.runtime == "transformers" or plan.tp > 1:
+    others = plan.draft or plan.draft_quant or plan.target_quant or plan.runtime == "transformers" or plan.tp > 1
+    if not lacking or others:
         return plan, None
-    if parse_placement(plan.place, plan.threads).of("target").kind != "cpu":
+    placement = parse_placement(plan.place, plan.threads)
+    if {placement.of("target").kind, placement.of("draft").kind} != {"cpu"}:
         return plan, None
+    more = [name for name in plan.strategy if "draft" in strategies.get(name).optional_roles]
     said = f"no --draft for {', '.join(lacking)}: the target drafts for itself, in int4 (--draft {OWN_DRAFT})"
+    said += f", for {', '.join(more)} as well" if more else ""
     return dataclasses.replace(plan, draft=OWN_DRAFT), f"{said}; what else could: specbench list drafts"
 
 

@@ -143,7 +143,7 @@ def measure(models: Models, facts: Mapping[str, Any], budget: Budget, listener: 
     roles = tuple(models.infos) or ("target",)
     cores = devices.available_cores()
     threads = [placement.threads, *(placement.threads_of(r) for r in roles if placement.of(r).kind == "cpu")]
-    hardware = probe.probe(threads, cores, budget, listener.stage, native.reads)
+    hardware = probe.probe(threads, cores, budget, listener.stage, native.reads, native.products)
     found: dict[str, Any] = {"models": {}, "together": None}
     if models.infos:
         found = profile_models.measure(models, hardware, budget, listener)

@@ -302,6 +302,7 @@ def test_a_strategy_without_a_draft_gets_the_targets_own_int4_copy_and_says_so(t
     done = CliRunner().invoke(app, [*words.split(), str(out)])
     assert done.exit_code == 0, done.output
     assert "no --draft for speculative: the target drafts for itself, in int4 (--draft self:int4)" in done.stderr
+    assert "as well" not in done.stderr
     assert json.loads((out / "manifest.json").read_text())["plan"]["draft"] == "self:int4"
 
 
@@ -312,6 +313,10 @@ def test_a_strategy_without_a_draft_gets_the_targets_own_int4_copy_and_says_so(t
         dict(draft="tiny-draft"),
         dict(runtime="transformers"),
         dict(draft_quant="int8"),
+        dict(target_quant="int4"),
+        dict(tp=2),
+        dict(place="target=cuda:0"),
+        dict(place="target=cpu,draft=cuda:0"),
         dict(strategy=("lookup", "auto")),
     ],
 )

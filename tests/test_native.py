@@ -505,7 +505,7 @@ def test_without_the_instructions_or_openmp_there_are_no_kernels(monkeypatch, mi
 
 
 def test_a_model_without_kernels_computes_the_same(monkeypatch):
-    monkeypatch.setattr(native, "load", lambda dtype, avx2: None)
+    monkeypatch.setattr(native, "load", lambda dtype, avx2=False: None)
     model, ids = make(), text(40)
     expected = forward(model, ids)
     runtime = packed(model)
@@ -519,7 +519,6 @@ def test_the_threads_are_those_of_torchs_own_openmp():
     code = """
 import re, torch
 from pathlib import Path
-from specbench.hardware.environment import environment
 from specbench.models import native
 def loaded():
     return {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if native.OPENMP.search(line)}
@@ -552,3 +551,14 @@ def test_memory_is_read_whole_for_the_bandwidth_probe():
         found = native.reads(words.view(torch.float32))
         assert [read() for read in found.values()] == 2 * [int(words.sum())]
     assert native.reads(words[:-1].view(torch.float32)) == {}
+
+
+@HERE
+@DTYPES
+def test_products_for_the_probe_are_whole_and_only_of_types_that_there_are_kernels_for(dtype):
+    torch.manual_seed(1)
+    (multiply,) = native.products(dtype, 70).values()
+    torch.manual_seed(1)
+    x, weight = torch.randn(2, 70, 70).to(getattr(torch, dtype)).double()
+    assert torch.allclose(multiply().double(), linear(x, weight), rtol=1e-2, atol=1e-3)
+    assert native.products("float16", 70) == native.products("int8", 70) == {}
