@@ -45,11 +45,13 @@ def test_noise_depends_on_seed_prompt_position_stream_and_token_only():
 
 
 def test_noise_is_the_same_by_numpy_and_by_torch():
-    """CPU and GPU have to agree; the logarithms may differ in the last place."""
+    """CPU and GPU have to agree; the logarithms may differ in the last place. Near 0 the outer one, of a number near 1,
+    makes more places of that, so what counts there are places of 1."""
     for vocab in (1, 7, 50_000):
         for key in (0, 1, 2**32, 2**64 - 1, noise.position_key(1, 2, 3, 0)):
             by_torch = noise._by_torch(key, torch.arange(vocab)).numpy()
-            np.testing.assert_array_max_ulp(noise._by_numpy(key, np.arange(vocab)), by_torch, maxulp=2)
+            by_numpy = noise._by_numpy(key, np.arange(vocab))
+            assert (np.abs(by_numpy - by_torch) <= 2 * np.spacing(np.maximum(np.abs(by_torch), 1))).all()
 
 
 def test_noise_is_gumbel_over_tokens_and_over_positions():
