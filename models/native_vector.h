@@ -16,10 +16,10 @@
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 
 enum {
-    ROWS = 12,    /* tokens of a tile: two vectors of sums for each leave room for the rest in 32 registers */
+    ROWS = 12,     /* tokens of a tile: two vectors of sums for each leave room for the rest in 32 registers */
     TOGETHER = 12, /* tokens up to which there is room for both vectors of a block */
-    FEW = 6,      /* queries whose mixtures over two blocks of dims fit into registers */
-    ALL = 0xffff, /* of the sixteen, as a mask */
+    FEW = 6,       /* queries whose mixtures over two blocks of dims fit into registers */
+    ALL = 0xffff,  /* of the sixteen, as a mask */
 };
 #define EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
 #define EACH_OF_FEW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5)
@@ -113,20 +113,14 @@ INLINE void in_order(Vec *left, Vec *right) {
     *right = _mm512_permutex2var_ps(mixed, high, *right);
 }
 
-INLINE void turn(Bits r[16]) {
+INLINE Bits mix_low(Bits a, Bits b) { return _mm512_unpacklo_epi32(a, b); }
+INLINE Bits mix_high(Bits a, Bits b) { return _mm512_unpackhi_epi32(a, b); }
+INLINE Bits mix_low_words(Bits a, Bits b) { return _mm512_unpacklo_epi64(a, b); }
+INLINE Bits mix_high_words(Bits a, Bits b) { return _mm512_unpackhi_epi64(a, b); }
+
+/* The end of `turn`: quarter l of row 4 g + u becomes quarter g of row 4 l + u. */
+INLINE void turn_quarters(Bits r[16]) {
     __m512i t[16];
-#pragma GCC unroll 8
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 16; i += 4) {
-        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
         t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
@@ -191,12 +185,15 @@ PAIRED(Vec, subtract, _mm256_sub_ps)
 PAIRED(Vec, multiply, _mm256_mul_ps)
 PAIRED(Vec, divide, _mm256_div_ps)
 PAIRED(Vec, larger, _mm256_max_ps)
-PAIRED(Vec, smaller, _mm256_min_ps)
 PAIRED(Bits, both, _mm256_and_si256)
 PAIRED(Bits, either, _mm256_or_si256)
 PAIRED(Bits, add_words, _mm256_add_epi64)
 PAIRED(Bits, pair_low, _mm256_unpacklo_epi16)
 PAIRED(Bits, pair_high, _mm256_unpackhi_epi16)
+PAIRED(Bits, mix_low, _mm256_unpacklo_epi32)
+PAIRED(Bits, mix_high, _mm256_unpackhi_epi32)
+PAIRED(Bits, mix_low_words, _mm256_unpacklo_epi64)
+PAIRED(Bits, mix_high_words, _mm256_unpackhi_epi64)
 
 INLINE Vec multiply_add(Vec a, Vec b, Vec sum) {
     return (Vec){_mm256_fmadd_ps(a.low, b.low, sum.low), _mm256_fmadd_ps(a.high, b.high, sum.high)};
@@ -307,47 +304,39 @@ INLINE void in_order(Vec *left, Vec *right) {
                    _mm256_permute2f128_ps(mixed.high, right->high, 0x31)};
 }
 
-INLINE void turn_eight(__m256i r[8]) {
-    __m256i t[8];
+INLINE void turn_quarters(Bits r[16]) {
 #pragma GCC unroll 4
-    for (int i = 0; i < 8; i += 2) {
-        t[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]);
-        t[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
-    }
-#pragma GCC unroll 2
-    for (int i = 0; i < 8; i += 4) {
-        r[i] = _mm256_unpacklo_epi64(t[i], t[i + 2]);
-        r[i + 1] = _mm256_unpackhi_epi64(t[i], t[i + 2]);
-        r[i + 2] = _mm256_unpacklo_epi64(t[i + 1], t[i + 3]);
-        r[i + 3] = _mm256_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        t[i] = _mm256_permute2x128_si256(r[i], r[i + 4], 0x20);
-        t[i + 4] = _mm256_permute2x128_si256(r[i], r[i + 4], 0x31);
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) r[i] = t[i];
-}
-
-/* Sixteen rows of sixteen, by quarters. */
-INLINE void turn(Bits r[16]) {
-    __m256i quarter[8], other[8];
-    for (int rows = 0; rows < 16; rows += 8) {
-        for (int i = 0; i < 8; i++) quarter[i] = r[rows + i].low, other[i] = r[rows + i].high;
-        turn_eight(quarter);
-        turn_eight(other);
-        for (int i = 0; i < 8; i++) r[rows + i] = (Bits){quarter[i], other[i]};
-    }
-    for (int i = 0; i < 8; i++) { /* the upper right quarter and the lower left one */
-        const __m256i kept = r[i].high;
-        r[i].high = r[8 + i].low;
-        r[8 + i].low = kept;
+    for (int u = 0; u < 4; u++) {
+        const Bits a = r[u], b = r[4 + u], c = r[8 + u], d = r[12 + u];
+        r[u] = (Bits){_mm256_permute2x128_si256(a.low, b.low, 0x20), _mm256_permute2x128_si256(c.low, d.low, 0x20)};
+        r[4 + u] = (Bits){_mm256_permute2x128_si256(a.low, b.low, 0x31), _mm256_permute2x128_si256(c.low, d.low, 0x31)};
+        r[8 + u] = (Bits){_mm256_permute2x128_si256(a.high, b.high, 0x20),
+                          _mm256_permute2x128_si256(c.high, d.high, 0x20)};
+        r[12 + u] = (Bits){_mm256_permute2x128_si256(a.high, b.high, 0x31),
+                           _mm256_permute2x128_si256(c.high, d.high, 0x31)};
     }
 }
 
 #else
 #error "this processor has neither AVX-512 (F, BW, DQ and VL) nor AVX2 with FMA"
 #endif
+
+/* Sixteen rows of sixteen turned on their side. */
+INLINE void turn(Bits r[16]) {
+    Bits t[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = mix_low(r[i], r[i + 1]);
+        t[i + 1] = mix_high(r[i], r[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = mix_low_words(t[i], t[i + 2]);
+        r[i + 1] = mix_high_words(t[i], t[i + 2]);
+        r[i + 2] = mix_low_words(t[i + 1], t[i + 3]);
+        r[i + 3] = mix_high_words(t[i + 1], t[i + 3]);
+    }
+    turn_quarters(r);
+}
 
 #endif
