@@ -45,7 +45,8 @@ class Settings:
         data: text or JSON lines to train on in place of text that the target writes.
         store: `bfloat16` or `int8`, on disk.
         rows, tokens: texts written at once, and their length; `rows` None for what suits the device.
-        batch: texts per training step; None for what suits the device.
+        batch: texts per training step, and their learning rate; None for what suits the device: a CPU has time for few
+            steps, which are small and large, respectively.
     """
 
     layers: int = 2
@@ -57,7 +58,7 @@ class Settings:
     rows: int | None = None
     tokens: int = 288
     batch: int | None = None
-    learning_rate: float = 1e-3
+    learning_rate: float | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("layers", 1), ("head_vocab", 16), ("tokens", 32)):
@@ -142,10 +143,13 @@ def distill(
     return _Distilling(target, settings, out, device, watch or (lambda progress: None), clock or Clock()).run(resume)
 
 
+_MAY_CHANGE = ("minutes", "store", "rows", "batch", "learning_rate")
+
+
 def _identity(target: ModelInfo, settings: Settings) -> dict[str, Any]:
     """What has to be the same for a resume."""
     chosen = asdict(settings) | {"data": settings.data and settings.data.name}
-    chosen = {name: value for name, value in chosen.items() if name not in ("minutes", "store", "rows", "batch")}
+    chosen = {name: value for name, value in chosen.items() if name not in _MAY_CHANGE}
     return {"target": target.fingerprint, **chosen}
 
 
@@ -178,7 +182,8 @@ class _Distilling:
         )
         on_cpu = device.startswith("cpu")
         self.rows = settings.rows or (64 if on_cpu else 256)
-        self.batch = settings.batch or (16 if on_cpu else 64)
+        self.batch = settings.batch or (4 if on_cpu else 64)
+        self.learning_rate = settings.learning_rate or (2e-3 if on_cpu else 1e-3)
         self.work = out / distill_card.WORK
         self.progress = Progress(total_s=settings.minutes * 60)
         self.texts = Texts(self.work)
@@ -277,20 +282,24 @@ class _Distilling:
         if self.file is not None:
             count = max(1, min(64, len(self.file) // 20))
             ids, self.file = self.file[-count:], self.file[:-count]
+            states = self.target.states(ids).bfloat16().cpu()
             counts = np.ones_like(ids, dtype=bool)
         else:
             saved = self.work / "held-out.npz"
-            if not saved.is_file():
+            if saved.is_file():
+                found = np.load(saved)
+                ids, answers = found["ids"], found["answers"]
+                states = self.target.states(ids).bfloat16().cpu()
+            else:
                 writer = self._writer(min(self.rows, 32 if self.device.startswith("cpu") else 64))
-                ids, answers = writer.write(self.settings.seed * 1_000_003 + 999_983, 1.0, greedy_answers=True)
+                written = writer.write(self.settings.seed * 1_000_003 + 999_983, 1.0, greedy_answers=True)
+                ids, answers, states = written.ids, written.answers, written.states
                 np.savez(saved, ids=ids, answers=answers)
-            found = np.load(saved)
-            ids, answers = found["ids"], found["answers"]
             counts = np.zeros_like(answers)
             counts[:, :-1] = answers[:, 1:]  # the choice that a position makes is the token after it
             if not counts.any():
                 counts[:] = True
-        return HeldOut(ids, self.target.states(ids).bfloat16().cpu(), counts, self.source)
+        return HeldOut(ids, states, counts, self.source)
 
     def _choose_start(self) -> tuple[Student, torch.optim.Optimizer]:
         """Trains each choice of layers for a moment on the same texts, and goes on with the best."""
@@ -316,9 +325,7 @@ class _Distilling:
         return best[1], best[2]
 
     def _optimizer(self, student: Student) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(
-            student.parameters(), lr=self.settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
-        )
+        return torch.optim.AdamW(student.parameters(), lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
 
     # Writing and training
 
@@ -334,11 +341,12 @@ class _Distilling:
         began = self.clock.now()
         if self.file is not None:
             ids = self.file[len(self.texts) : len(self.texts) + self.rows]
+            self.texts.add(ids, self.target.states(ids))
         else:
             number = self.texts.files
             seed = self.settings.seed * 1_000_003 + number
-            ids, _ = self.writer.write(seed, TEMPERATURES[number % len(TEMPERATURES)])
-        self.texts.add(ids, self.target.states(ids))
+            written = self.writer.write(seed, TEMPERATURES[number % len(TEMPERATURES)])
+            self.texts.add(written.ids, written.states)
         self._kept()
         self.written_s += (self.clock.now() - began) / 1e9
 
@@ -355,7 +363,7 @@ class _Distilling:
         self._say("training")
         picked = self.chance.choice(len(self.texts), min(self.batch, len(self.texts)), replace=False).tolist()
         ids, teacher = self.texts.batch(picked, self.device)
-        progress, rate = self.progress, self.settings.learning_rate
+        progress, rate = self.progress, self.learning_rate
         share = 0.0
         if progress.spent_s > self.began_s:
             share = min(1.0, (progress.spent_s - self.began_s) / max(1.0, progress.total_s - self.began_s))

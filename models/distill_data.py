@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..errors import ModelError
-from .base import CachedModel
+from .packed import PackedModel
 from .text_files import read_texts
 from .tokenizer import TextCodec
 
@@ -62,6 +62,21 @@ class Template:
         return cls(*(codec.encode(part) for part in (parts[0], parts[3], parts[2])))
 
 
+@dataclass(frozen=True)
+class Written:
+    """Conversations.
+
+    Attributes:
+        ids: (rows, tokens).
+        answers: (rows, tokens), whether a token is an answer's; the template's own are not.
+        states: (rows, tokens, width) bfloat16 on CPU, what the target's head multiplies after every token.
+    """
+
+    ids: np.ndarray
+    answers: np.ndarray
+    states: torch.Tensor
+
+
 class Writer:
     """Lets a target write conversations, a batch of rows in step.
 
@@ -69,30 +84,43 @@ class Writer:
         tokens: length of every text.
     """
 
-    def __init__(self, target: CachedModel, codec: TextCodec, eos: tuple[int, ...], rows: int, tokens: int) -> None:
+    def __init__(self, target: PackedModel, codec: TextCodec, eos: tuple[int, ...], rows: int, tokens: int) -> None:
         self.target, self.codec, self.eos, self.rows, self.tokens = target, codec, set(eos), rows, tokens
         self.template = Template.of(codec)
 
-    def write(self, seed: int, temperature: float, greedy_answers: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """(rows, tokens) ids, and where they are an answer's (the template's own tokens are not)."""
-        chance, generator = random.Random(seed), torch.Generator(self.target.device).manual_seed(seed)
-        self.target.reset()
+    def write(self, seed: int, temperature: float, greedy_answers: bool = False) -> Written:
+        target = self.target
+        chance, generator = random.Random(seed), torch.Generator(target.device).manual_seed(seed)
+        target.reset()
         rows = [_Row(self, chance) for _ in range(self.rows)]
         ids = np.zeros((self.rows, self.tokens), dtype=np.int64)
         answers = np.zeros((self.rows, self.tokens), dtype=bool)
         start = max(1, min(*(len(row.forced) for row in rows), self.tokens))
         for row, line in zip(rows, ids, strict=True):
             line[:start] = [row.take(None)[0] for _ in range(start)]
-        for at in range(start, self.tokens):
-            logits = self.target.advance([line[:at] for line in ids])
-            drawn = _draw(logits, temperature, generator)
-            if greedy_answers:
-                best = logits.argmax(-1).tolist()
-                drawn = [b if row.answers else d for row, b, d in zip(rows, best, drawn, strict=True)]
-            for number, row in enumerate(rows):
-                ids[number, at], answers[number, at] = row.take(drawn[number])
-        self.target.reset()
-        return ids, answers
+        states: list[torch.Tensor] = []
+
+        def read(end: int) -> torch.Tensor:
+            logits = target.advance([line[:end] for line in ids])
+            if target.last_states is not None:
+                states.append(target.last_states.bfloat16())
+            return logits
+
+        with target.keeping_states():
+            for end in range(1, start) if target.keeps_states else ():
+                read(end)
+            for end in range(start, self.tokens):
+                logits = read(end)
+                drawn = _draw(logits, temperature, generator)
+                if greedy_answers:
+                    best = logits.argmax(-1).tolist()
+                    drawn = [b if row.answers else d for row, b, d in zip(rows, best, drawn, strict=True)]
+                for number, row in enumerate(rows):
+                    ids[number, end], answers[number, end] = row.take(drawn[number])
+            if target.keeps_states:
+                read(self.tokens)
+        target.reset()
+        return Written(ids, answers, torch.stack(states, 1) if states else target.states(ids).bfloat16().cpu())
 
 
 class _Row:

@@ -32,7 +32,7 @@ typedef struct {
     number *cache;         /* (layers, 2, rows, kv_heads, slots, head_dim) */
     const int32_t *wanted; /* (wanted_count): tokens whose logits or states are */
     float *logits;         /* (wanted_count, rows of the head); or null */
-    number *states;        /* (wanted_count, width), where there are no logits; or null */
+    number *states;        /* (wanted_count, width), what the head multiplies; or null */
     const int64_t *watched; /* (watched_count): tokens whose queries are noted */
     number *queries;        /* (layers, watched_all, heads, head_dim); this call writes from watched_at on */
     char *scratch;

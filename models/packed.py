@@ -12,8 +12,9 @@ length (`dynamic`, `longrope`), partial rotation, activations other than SiLU, q
 
 from __future__ import annotations
 
+import contextlib
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,9 +63,14 @@ class PackedModel(CachedModel):
     """A Llama-family model with its own forward. Make one with `from_transformers`.
 
     Keeps the contract of `CachedModel`; what differs between devices is `_forward` and the cache.
+
+    Attributes:
+        keeps_states: whether it has what the head multiplies at hand after a forward (not so in a CUDA graph).
+        last_states: this for the logits of the last `advance`, (tokens, width), within `keeping_states`; else None.
     """
 
     runtime = "packed"
+    keeps_states = False
 
     @staticmethod
     def from_transformers(
@@ -132,6 +138,8 @@ class PackedModel(CachedModel):
         self.config = config
         self.context_length = config.max_position_embeddings
         self.max_rows = MOST_ROWS
+        self._states_wanted = False
+        self.last_states: torch.Tensor | None = None
         self._now = (clock or Clock()).now
         self._ids = np.zeros((1, 64), dtype=np.int64)  # (rows, room for tokens)
         self._lengths = [0]
@@ -187,6 +195,15 @@ class PackedModel(CachedModel):
         rows, tokens = min(rows, self.max_rows), min(tokens, self.context_length)
         self._make_room(rows, tokens)
         self._reserve_cache(rows, tokens)
+
+    @contextlib.contextmanager
+    def keeping_states(self) -> Iterator[None]:
+        """In here `last_states` is there, where `keeps_states`."""
+        self._states_wanted = self.keeps_states
+        try:
+            yield
+        finally:
+            self._states_wanted, self.last_states = False, None
 
     @abstractmethod
     def states(self, ids: np.ndarray) -> torch.Tensor:

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 class CpuPackedModel(PackedModel):
     """The forward on CPU. All tokens of all rows stand one after another, so linears see no padding."""
 
+    keeps_states = True
+
     def __init__(
         self,
         hf_model: Any,
@@ -187,15 +189,18 @@ class CpuPackedModel(PackedModel):
         watch = None if self._queries is None else self._queries.watch(spans, decoder)
         wanted = _last_tokens(spans, lasts)
         if decoder.native is not None:
-            logits = decoder.spread(decoder.native.logits(ids, positions, self._cache, slots, wanted, watch))
+            states = decoder.native.room_for_states(len(wanted)) if self._states_wanted else None
+            logits = decoder.spread(decoder.native.logits(ids, positions, self._cache, slots, wanted, watch, states))
         else:
             hidden = self._hidden(ids, positions, slots, watch)
             if len(wanted) < len(hidden):
                 hidden = hidden[-len(wanted) :] if len(spans) == 1 else hidden.index_select(0, torch.tensor(wanted))
             # widened, which changes no value: argmax over bfloat16 takes torch four times as long, conversion included
             logits = decoder.logits(hidden).float()
+            states = decoder.states(hidden) if self._states_wanted else None
         if self._queries is not None and watch is not None:
             self._queries.keep(spans, watch)
+        self.last_states = states
         return logits
 
     @torch.inference_mode()

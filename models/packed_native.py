@@ -121,6 +121,7 @@ class NativePass:
         spans: Sequence[Span],
         wanted: Sequence[int],
         watch: Watch | None = None,
+        states: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One pass of tokens; their keys and values are cached.
 
@@ -131,6 +132,7 @@ class NativePass:
             spans: rows and slots; the tokens of a row see all slots before them.
             wanted: the tokens whose logits are asked for, in ascending order.
             watch: queries to note.
+            states: room for what the head multiplies for these logits, from `room_for_states`.
 
         Returns:
             (len(wanted), rows of the head) float32, rounded to the dtype of the model.
@@ -139,8 +141,11 @@ class NativePass:
             IndexError: an id that the embedding does not have.
         """
         logits = torch.empty(len(wanted), self._head_rows)
-        self._run(ids, positions, cache, spans, wanted, logits, None, watch)
+        self._run(ids, positions, cache, spans, wanted, logits, states, watch)
         return logits
+
+    def room_for_states(self, tokens: int) -> torch.Tensor:
+        return torch.empty(tokens, self._width, dtype=self.kernels.dtype)
 
     def states(
         self,
@@ -150,7 +155,7 @@ class NativePass:
         spans: Sequence[Span],
     ) -> torch.Tensor:
         """As `logits`, but what the head multiplies after every token: (tokens, width)."""
-        states = torch.empty(len(ids), self._width, dtype=self.kernels.dtype)
+        states = self.room_for_states(len(ids))
         self._run(ids, positions, cache, spans, range(len(ids)), None, states, None)
         return states
 

@@ -23,6 +23,7 @@ from specbench.models.drafts import describe_draft
 from specbench.models.head_vocab import FILE
 from specbench.models.info import describe
 from specbench.models.load import load, load_transformers
+from specbench.models.packed_cuda import StaticPackedModel
 from specbench.models.quiet import quiet
 from specbench.models.specs import parse
 from specbench.results import run as runs
@@ -215,7 +216,8 @@ def test_ctrl_c_keeps_the_best_so_far_and_resume_goes_on(toy_target, tmp_path):
         distill(info, Settings(minutes=5, **QUICK), out)
     with pytest.raises(UsageError, match="other settings .seed: 0 there, 1 now"):
         distill(info, Settings(minutes=5, seed=1, **QUICK), out, resume=True)
-    again = distill(info, Settings(minutes=(first.progress.spent_s + 2) / 60, **QUICK), out, resume=True)
+    slower = QUICK | dict(learning_rate=2e-3)
+    again = distill(info, Settings(minutes=(first.progress.spent_s + 2) / 60, **slower), out, resume=True)
     assert not again.interrupted
     assert again.start == first.start
     assert again.progress.steps > steps
@@ -301,9 +303,9 @@ def test_conversations_follow_the_template(toy_target):
     assert template.answer == [10, assistant]
     assert template.again == [10, user]
     target = load(info)
-    ids, answers = Writer(target, info.codec, info.eos_ids, rows=3, tokens=160).write(1, 1.0)
-    again, _ = Writer(target, info.codec, info.eos_ids, rows=3, tokens=160).write(1, 1.0)
-    assert np.array_equal(ids, again)
+    written, again = (Writer(target, info.codec, info.eos_ids, rows=3, tokens=160).write(1, 1.0) for _ in range(2))
+    ids, answers = written.ids, written.answers
+    assert np.array_equal(ids, again.ids)
     for row, answer in zip(ids.tolist(), answers, strict=True):
         assert row[:2] == [tiny.BYTES, user]
         at = int(answer.argmax())
@@ -314,12 +316,31 @@ def test_conversations_follow_the_template(toy_target):
 def test_answers_of_held_out_text_are_greedy(toy_target):
     info = describe(parse(str(toy_target)), "target")
     target = load(info)
-    ids, answers = Writer(target, info.codec, info.eos_ids, rows=2, tokens=150).write(3, 1.0, greedy_answers=True)
+    written = Writer(target, info.codec, info.eos_ids, rows=2, tokens=150).write(3, 1.0, greedy_answers=True)
+    ids, answers = written.ids, written.answers
     target.reset()
     for row, answer in zip(ids, answers, strict=True):
         best = target.advance([row[:-1]], last=149, rows=[0]).argmax(-1).numpy()
         assert (best == row[1:])[answer[1:]].all()
         assert not (best == row[1:])[~answer[1:]].all()
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_states_come_with_the_text(toy_target, monkeypatch, kernels):
+    """From the forwards that wrote it; reading it once more, as a runtime without them does, gives the same."""
+    if not kernels:
+        monkeypatch.setenv("SPECBENCH_NATIVE", "0")
+    info = describe(parse(str(toy_target)), "target")
+    target = load(info)
+    written = Writer(target, info.codec, info.eos_ids, rows=3, tokens=60).write(1, 1.0)
+    assert written.states.dtype is torch.bfloat16
+    assert torch.allclose(written.states.float(), target.states(written.ids).float(), rtol=2**-7, atol=2e-3)
+    assert target.last_states is None
+    options = {"name": "static", "device": "cpu", "dtype": "float32", "vocab_size": info.vocab_size}
+    static = StaticPackedModel(load_transformers(info), **options)
+    again = Writer(static, info.codec, info.eos_ids, rows=3, tokens=60).write(1, 1.0)
+    assert np.array_equal(again.ids, written.ids)
+    assert torch.allclose(again.states.float(), written.states.float(), rtol=2**-7, atol=2e-3)
 
 
 def test_states_are_what_the_head_multiplies(toy_target):
