@@ -75,6 +75,8 @@ def _sweep(
         from ..results.estimate import estimate
 
         cells = sweep.prepare(plan, axes, out, resume, elsewhere=executor != "local")
+        for note in [] if given["quiet"] else sweep.notes_of(cells):
+            stderr().print(note, soft_wrap=True)
         _say_what_would_run(cells, estimate(cells, assume), given["json"])
         return
     listener = listener_for(given["quiet"])

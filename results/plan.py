@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PlacementError, UsageError, unknown
-from ..hardware.devices import Device, Placement, available_cores, check_gpus, parse_placement, share_a_core, split
+from ..hardware.devices import (
+    Device,
+    Placement,
+    available_cores,
+    check_gpus,
+    named,
+    parse_placement,
+    share_a_core,
+    split,
+)
 from ..models.draft_options import DraftOptions
 from ..options import build
 from ..strategies import registry as strategies
@@ -194,14 +203,14 @@ def with_own_draft(plan: Plan) -> tuple[Plan, str | None]:
         the plan, and what to tell the user of the choice; None where there was nothing to choose.
 
     Raises:
-        UsageError, PlacementError: of a strategy or a place that is not there.
+        UsageError: a strategy that is not there. Of devices only the kind is looked at: they may be another machine's.
     """
     lacking = [name for name in plan.strategy if "draft" in strategies.get(name).roles]
     others = plan.draft or plan.draft_quant or plan.target_quant or plan.runtime == "transformers" or plan.tp > 1
     if not lacking or others:
         return plan, None
-    placement = parse_placement(plan.place, plan.threads)
-    if {placement.of("target").kind, placement.of("draft").kind} != {"cpu"}:
+    place = {"target": "cpu"} | dict(named(plan.place.lower()))
+    if any(place.get(role, place["target"]).startswith("cuda") for role in ("target", "draft")):
         return plan, None
     more = [name for name in plan.strategy if "draft" in strategies.get(name).optional_roles]
     said = f"no --draft for {', '.join(lacking)}: the target drafts for itself, in int4 (--draft {OWN_DRAFT})"

@@ -30,7 +30,7 @@ from ..strategies import registry as strategies
 from . import run as runs
 from .listener import Listener
 from .manifest import now, redact
-from .plan import Plan, check, to_json
+from .plan import Plan, check, to_json, with_own_draft
 from .records import BASELINE, RunFolder, dumps, write_atomically
 from .runs import SWEEP
 
@@ -55,6 +55,7 @@ class Cell:
         problems: why a run that came to its end exits with 1 all the same.
         attempts: who ran it, where there are several workers: `worker`, `pid`, `hardware`, `began`, `ended` and `how`:
             a state, or "lost" with the worker, and then `why`.
+        note: what was chosen for it, where something was.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Cell:
     error: str | None = None
     problems: list[str] = field(default_factory=list)
     attempts: list[dict[str, Any]] = field(default_factory=list)
+    note: str | None = None
 
     @property
     def folder(self) -> Path:
@@ -128,11 +130,12 @@ def cells(base: Plan, grid: Mapping[str, Sequence[Any]], out: Path) -> list[Cell
     for values in itertools.product(*axes.values()):
         given = dict(zip(axes, values, strict=True))
         plan, left = _fitting(_with(base, given))
+        plan, note = (plan, None) if "draft" in given else with_own_draft(plan)
         settings = {key: _word(value) for key, value in given.items() if key not in left and _concerns(key, plan)}
         used |= {*settings, *(name for name in ("draft", "draft_length") if getattr(plan, name) is not None)}
         used |= set(plan.options)
         key = dumps({name: value for name, value in to_json(plan).items() if name not in _NOT_OF_A_CELL})
-        found.setdefault(key, Cell("", settings, plan))
+        found.setdefault(key, Cell("", settings, plan, note=note))
     _all_used(base, axes, used)
     made = list(found.values())
     for cell, name in zip(made, _folder_names(made), strict=True):
@@ -196,6 +199,8 @@ def _fitting(plan: Plan) -> tuple[Plan, set[str]]:
     if not any(_drafts_a_length(kind) for kind in kinds):
         changes["draft_length"] = None
     names = {*plan.strategy, *(name.partition(":")[0] for name in plan.task), *([BASELINE] if plan.baseline else [])}
+    if "draft" not in changes:
+        names |= {"draft", *plan.drafts}
     changes["options"] = {name: keys for name, keys in plan.options.items() if name in names}
     left = {name for name, value in changes.items() if name != "options" and value != getattr(plan, name)}
     return dataclasses.replace(plan, **changes), left
@@ -305,6 +310,11 @@ def prepare(
     return made
 
 
+def notes_of(cells: Iterable[Cell]) -> list[str]:
+    """What was chosen for them, each thing once."""
+    return list(dict.fromkeys(cell.note for cell in cells if cell.note))
+
+
 def _failed_before(file: Path, name: str) -> bool:
     try:
         known = json.loads(file.read_text(encoding="utf-8"))["cells"]
@@ -349,6 +359,8 @@ def sweep(
     write()
     done = len(made) - len(left)
     listener.note(f"{len(made)} cells" + (f", {done} of them done already" if done else ""))
+    for note in notes_of(made):
+        listener.note(note)
     interrupted = False
     try:
         for cell in running:

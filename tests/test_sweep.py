@@ -71,6 +71,29 @@ def test_a_draft_model_that_nobody_uses_is_left_out_of_a_cell() -> None:
     assert (two.plan.draft, two.plan.place, dict(two.plan.options)) == ("tiny-draft", "target=cpu:0,draft=cpu:1", {})
 
 
+def test_cells_without_a_draft_get_the_targets_own_int4_copy_and_say_so_once(tmp_path: Path) -> None:
+    cells = sweep.cells(Plan(**TINY), {"strategy": ["lookup", "speculative"], "draft-length": ["2", "4"]}, Path("x"))
+    assert [cell.plan.draft for cell in cells] == [None, None, "self:int4", "self:int4"]
+    (note,) = sweep.notes_of(cells)
+    words = ("-t", "tiny", "-s", "speculative", "-g", "draft-length=2,4", "--dry-run", "--out", tmp_path / "s")
+    assert invoke(*words).stderr.count(note) == 1
+    elsewhere = Plan(**TINY, place="target=cpu:98,draft=cpu:99")
+    assert [cell.plan.draft for cell in sweep.cells(elsewhere, {"strategy": ["speculative"]}, Path("x"))] == [
+        "self:int4"
+    ]
+    grid = {"strategy": ["speculative"], "draft": ["none", "tiny-draft"]}
+    assert [cell.plan.draft for cell in sweep.cells(Plan(**TINY), grid, Path("x"))] == [None, "tiny-draft"]
+
+
+def test_how_a_draft_is_made_is_a_setting_like_any_other() -> None:
+    base = Plan(**TINY, options={"draft": {"group-size": "64"}})
+    cells = sweep.cells(base, {"strategy": ["lookup", "speculative"], "draft.head-vocab": ["0", "auto"]}, Path("x"))
+    assert [cell.name for cell in cells] == [
+        "lookup", "speculative_draft.head-vocab=0", "speculative_draft.head-vocab=auto",
+    ]  # fmt: skip
+    assert dict(cells[2].plan.options) == {"draft": {"group-size": "64", "head-vocab": "auto"}}
+
+
 def test_cells_that_need_the_same_models_are_neighbours() -> None:
     grid = {"strategy": ["lookup", "autoregressive"], "dtype": ["float32", "bfloat16"]}
     assert _names(grid) == ["lookup_dtype=float32", "autoregressive_dtype=float32", "lookup_dtype=bfloat16",
