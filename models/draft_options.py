@@ -18,8 +18,8 @@ GROUP_SIZES = (32, 64, 128, 256)
 @dataclass(frozen=True)
 class DraftOptions:
     """
-    head_vocab: rows of the vocabulary head that are kept, those of the most frequent tokens; 0 for all of them, None
-        for what the draft comes with.
+    head_vocab: rows of the vocabulary head that are kept, those of the most frequent tokens; `auto` for a third of the
+        vocabulary (or all of a shorter list), 0 for all of it, None for what the draft comes with.
     head_vocab_file: JSON list of token ids, the most frequent first, in place of the draft's own or the tokenizer's.
     head: `int8` rounds the head of an int4 or int8 draft as well.
     group_size, group_offset: columns of a row that share a scale in int4, and the channel that the first group
@@ -28,7 +28,7 @@ class DraftOptions:
         one that reads everything itself.
     """
 
-    head_vocab: int | None = None
+    head_vocab: int | Literal["auto"] | None = None
     head_vocab_file: Path | None = None
     head: Literal["bfloat16", "int8"] = "bfloat16"
     group_size: int = 32
@@ -36,8 +36,8 @@ class DraftOptions:
     follow: bool = True
 
     def __post_init__(self) -> None:
-        if self.head_vocab is not None and self.head_vocab < 0:
-            raise UsageError(f"draft.head-vocab={self.head_vocab}: a number of tokens, or 0 for all of them")
+        if isinstance(self.head_vocab, int) and self.head_vocab < 0:
+            raise UsageError(f"draft.head-vocab={self.head_vocab}: a number of tokens, auto, or 0 for all of them")
         if self.head_vocab_file is not None and not self.head_vocab_file.is_file():
             raise UsageError(f"draft.head-vocab-file={self.head_vocab_file}: no such file")
         if self.head_vocab == 0 and self.head_vocab_file is not None:

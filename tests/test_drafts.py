@@ -105,6 +105,13 @@ def test_a_smaller_head_changes_the_draft_and_not_the_output(tmp_path, draft, sa
     assert counts["exact"] == counts["compared"] > 0
 
 
+def test_auto_keeps_a_third_of_the_vocabulary():
+    info = describe_draft(parse("self:int4"), target(), options=DraftOptions(head_vocab="auto"))
+    assert len(info.head_ids) == target().vocab_size // 3
+    assert info.name == f"self:int4 [head {len(info.head_ids)}]"
+    assert set(target().eos_ids) < set(info.head_ids)
+
+
 def test_the_rejection_rule_draws_from_the_smaller_head(tmp_path):
     done = runs.run(plan(tmp_path / "run", "draft.head-vocab=200", temperature=0.8, verify="rejection"))
     assert done.failures == []
@@ -125,6 +132,7 @@ def test_what_a_draft_comes_with_is_used_unless_something_else_is_asked_for(tmp_
     assert own.head_ids == (32, 97, 101, 116, eos)
     assert describe_draft(spec, target(), options=DraftOptions(head_vocab=3)).head_ids == (101, 116, eos)
     assert describe_draft(spec, target(), options=DraftOptions(head_vocab=0)).head_ids is None
+    assert describe_draft(spec, target(), options=DraftOptions(head_vocab="auto")).head_ids == own.head_ids
     with pytest.raises(ModelError, match="lists 5 tokens only"):
         describe_draft(spec, target(), options=DraftOptions(head_vocab=30))
     other = tmp_path / "other.json"
@@ -205,7 +213,7 @@ def test_options_of_a_quantised_draft_are_in_its_name_and_reach_the_model(tmp_pa
     ("option", "changes", "message"),
     [
         ("draft.head-vocab=-1", {}, "a number of tokens"),
-        ("draft.head-vocab=many", {}, "must be a whole number or none"),
+        ("draft.head-vocab=many", {}, "must be a whole number or auto or none"),
         ("draft.head-vocab-file=nowhere.json", {}, "no such file"),
         ("draft.head=int4", {}, "bfloat16 or int8"),
         ("draft.group-size=48", {}, "one of 32, 64"),
