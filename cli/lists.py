@@ -47,10 +47,6 @@ def models(json: Json = False) -> None:
         {"name": "org/name, org/name@revision", "what": "a model on the Hugging Face hub, or in its local cache"},
         {"name": "./folder", "what": "a local transformers folder (config, tokenizer, safetensors)"},
         {"name": "self:int4, self:int8", "what": "as --draft: the target's own weights, quantised (packed runtime)"},
-        {
-            "name": "distilled",
-            "what": "as --draft: the distilled draft that comes with specbench for this target, if any",
-        },
         {"name": "./file.gguf", "what": "a local GGUF file, unpacked when it is loaded"},
     ]
     _show(rows, json)

@@ -18,9 +18,8 @@ from .info import ModelInfo, describe, explained, file_fingerprint
 from .specs import DRAFT_FILE, ModelSpec
 from .tables import tables_digest
 
-SHIPPED = Path(__file__).parent / "drafts"
 FORMAT = 1
-AUTO_HEAD = 3  # `draft.head-vocab=auto` keeps one token of so many: 0.95 of a text for vocabularies of 49 and 152 thousand
+AUTO_HEAD = 3  # `draft.head-vocab=auto` keeps one token of so many: over 0.9 of a text (docs/drafts.md)
 
 
 def describe_draft(
@@ -48,16 +47,6 @@ def describe_draft(
     return _shaped(info, target, options or DraftOptions(), quant)
 
 
-def shipped_for(target: ModelInfo) -> Path | None:
-    """The folder of the draft that comes with specbench for this target, if there is one."""
-    digest = None
-    for file in sorted(SHIPPED.glob(f"*/{DRAFT_FILE}")):
-        digest = digest or tables_digest(target)
-        if digest and json.loads(file.read_text(encoding="utf-8"))["target_digest"] == digest:
-            return file.parent
-    return None
-
-
 def read_card(folder: Path, name: str) -> dict:
     """What a distilled draft says about itself. Raises ModelError."""
     try:
@@ -80,12 +69,7 @@ def _distilled(target: ModelInfo, spec: ModelSpec, role: str) -> ModelInfo:
     """A folder that `specbench distill` wrote: layers of its own; tokenizer, embedding and head of the target."""
     from transformers import AutoConfig
 
-    folder = Path(spec.location) if spec.location else shipped_for(target)
-    if folder is None:
-        raise ModelError(
-            f'{role} {spec.text}: no draft comes with specbench for {target.name}; "self:int4" needs none, and '
-            f"specbench distill makes one"
-        )
+    folder = Path(spec.location)
     card, name = read_card(folder, f"{role} {spec.text}"), f"{role} {spec.text}"
     digest = tables_digest(target)
     with explained(spec, role):

@@ -16,7 +16,6 @@ BUILTIN: dict[str, str] = {
 }
 QUANTISED = ("int4", "int8")
 DRAFT_FILE = "draft.json"  # in a folder that `specbench distill` wrote
-SHIPPED = "distilled"
 WAY_OUT = 'A hub id looks like "org/name", a folder like "./name". See: specbench list models'
 
 _HUB = re.compile(r"(?P<id>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
@@ -30,8 +29,7 @@ class ModelSpec:
         text: as it was given, for messages and records.
         kind: `hub`, `folder` (of transformers files), `gguf` (one file), `builtin`; `self`: the other model of the
             pair again, quantised; or `distilled`: a draft that shares embedding and head with its target.
-        location: hub id, path, name of the built-in model; empty for `self`, and for a distilled draft that comes
-            with specbench.
+        location: hub id, path, name of the built-in model; empty for `self`.
         revision: branch, tag or commit of a hub id; None for the default branch.
         quant: the weights' quantisation for `self`, else None.
     """
@@ -47,8 +45,7 @@ class ModelSpec:
 
 
 def parse(text: str) -> ModelSpec:
-    """Reads a model spec: a built-in name, `self:int4`, `distilled`, a `.gguf` file, a folder, or `org/name` with
-    `@revision`.
+    """Reads a model spec: a built-in name, `self:int4`, a `.gguf` file, a folder, or `org/name` with `@revision`.
 
     A folder that exists comes before a hub id of the same spelling, as in transformers.
 
@@ -67,9 +64,6 @@ def parse(text: str) -> ModelSpec:
         if quant not in QUANTISED:
             raise ModelError(unknown("quantisation", quant, QUANTISED, 'Write "self:int4".'))
         return ModelSpec(text, "self", "", quant=quant)
-
-    if text == SHIPPED:
-        return ModelSpec(text, "distilled", "")
 
     path = Path(text).expanduser()
     if path.suffix.lower() == ".gguf":

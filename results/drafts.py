@@ -21,10 +21,10 @@ from ..hardware.clock import Clock
 from ..hardware.environment import environment
 from ..models.base import CachedModel
 from ..models.builtin import cache_folder
-from ..models.drafts import describe_draft, read_card, shipped_for
+from ..models.drafts import describe_draft, read_card
 from ..models.info import ModelInfo
 from ..models.load import check_pair, check_runtime, connect, load
-from ..models.specs import DRAFT_FILE, SHIPPED, parse
+from ..models.specs import DRAFT_FILE, parse
 from ..models.tables import tables_digest
 from ..tasks import warmup
 
@@ -57,8 +57,8 @@ class Candidate:
 def candidates(
     target: ModelInfo, folders: Sequence[Path] = (), dtype: str = "float32", threads: int | None = None
 ) -> list[Candidate]:
-    """Self-drafts, a shipped one, distilled ones and smaller siblings in the hub cache and in the given folders, and
-    lookup; with what was measured of them on this hardware."""
+    """Self-drafts, distilled ones and smaller siblings in the hub cache and in the given folders, and lookup; with what
+    was measured of them on this hardware."""
     known, place = _load(), hardware(threads)
     found = []
     for draft, how in _found(target, folders):
@@ -79,8 +79,6 @@ def _found(target: ModelInfo, folders: Sequence[Path]) -> Iterable[tuple[str, st
     if supports(target.config, "cpu", "bfloat16") is None:
         yield "self:int4", "the target's own weights in int4 (CPU)"
         yield "self:int8", "the target's own weights in int8 (CPU)"
-    if shipped_for(target) is not None:
-        yield SHIPPED, "distilled for this target, comes with specbench"
     own = Path(target.path).resolve()
     digest = tables_digest(target)
     for name, folder in [*_hub_cache(), *_below(folders)]:

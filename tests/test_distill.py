@@ -182,11 +182,6 @@ def test_it_loads_with_the_tables_of_the_target(made, toy_target):
     assert torch.isinf(logits).sum() == info.vocab_size - 120
 
 
-def test_without_a_shipped_draft_the_name_says_so():
-    with pytest.raises(ModelError, match="no draft comes with specbench for tiny"):
-        describe_draft(parse("distilled"), describe(parse("tiny"), "target"))
-
-
 def test_int8_storage_is_half_the_size_and_nearly_the_same(made, toy_target, tmp_path):
     from specbench.models.distilled_file import read_layers, write_layers
 
