@@ -54,7 +54,9 @@ def parser_of(description: str | None, draft_required: bool = True) -> argparse.
     parser.add_argument("--draft", required=draft_required, help="where it applies several, from large to small: A,B")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tasks", default="bundled=16", help="task=prompts, comma-separated")
-    parser.add_argument("--task-option", action="append", default=[], help="spec-bench.path=FILE")
+    parser.add_argument(
+        "--task-option", action="append", default=[], help="spec-bench.path=FILE, or the draft: draft.group-offset=16"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--lengths", default="2,3,4,6", help="draft lengths of speculative")
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -77,7 +79,10 @@ def prepared_tasks(args: argparse.Namespace, strategy: tuple[str, ...], **settin
     found = []
     for entry in args.tasks.split(","):
         task, _, limit = entry.partition("=")
-        options = {n: {k: v} for n, k, v in map(parse_option, args.task_option) if n == task.partition(":")[0]}
+        options: dict[str, dict[str, str]] = {}
+        for name, key, value in map(parse_option, args.task_option):
+            if name in (task.partition(":")[0], "draft"):
+                options.setdefault(name, {})[key] = value
         plan = Plan(
             strategy=strategy, target=args.target, draft=args.draft, task=(task,), options=options,
             limit=int(limit) if limit else None, max_new_tokens=args.max_new_tokens, temperature=args.temperature,
