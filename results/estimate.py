@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from ..errors import SpecbenchError
-from ..hardware.devices import named
 from ..models.builtin import cache_folder
 from . import machines, servers
 from .forecasts import FOLDER, Kept, documents
@@ -189,7 +188,7 @@ def _profile(prepared: Prepared, plan: Plan, profiles: Sequence[Kept]) -> Kept |
         return "how fast a server is stands in no profile"
     if plan.tp > 1:
         return f"profiles are of a target on one device, and this one is in {plan.tp} parts"
-    info, device = prepared.infos["target"], dict(named(plan.place.lower())).get("target", "cpu")
+    info, device = prepared.infos["target"], plan.devices_as_written["target"]
     kind = "cuda" if device.startswith("cuda") else "cpu"
     auto = "bfloat16" if kind == "cuda" else "float32"
     dtype = prepared.quant("target") or (auto if plan.dtype == "auto" else plan.dtype)

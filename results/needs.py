@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ModelError
-from ..hardware.devices import named
 from ..models.info import parameters_in
 from ..models.specs import ModelSpec, parse
 from .plan import Plan
@@ -51,7 +50,7 @@ class Needs:
 
 def needs(plan: Plan) -> Needs:
     """Of one cell. Reads headers of model files that are on this machine, and asks nobody else."""
-    roles = {"target": "cpu"} | dict(named(plan.place.lower()))
+    roles = plan.devices_as_written
     last = [_last_gpu(device) for device in roles.values()]
     if roles["target"].startswith("cuda"):  # a target in parts takes the GPUs after its first one
         last.append(_last_gpu(roles["target"]) + plan.tp - 1)

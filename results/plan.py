@@ -145,6 +145,11 @@ class Plan:
         names = [name.strip() for name in (self.draft or "").split(",") if name.strip()]
         return {f"draft{number}" if number > 1 else "draft": name for number, name in enumerate(names, 1)}
 
+    @property
+    def devices_as_written(self) -> dict[str, str]:
+        """By role; the target's, and what else is named. Not looked for: they may be another machine's."""
+        return {"target": "cpu"} | dict(named(self.place.lower()))
+
     def draft_options(self, role: str) -> DraftOptions:
         """What `--option draft.key=value` (of a second draft `draft2.key=value`) asks of a draft. Raises UsageError."""
         return build(DraftOptions, self.options.get(role, {}), f'model "{role}"')
@@ -209,7 +214,7 @@ def with_own_draft(plan: Plan) -> tuple[Plan, str | None]:
     others = plan.draft or plan.draft_quant or plan.target_quant or plan.runtime == "transformers" or plan.tp > 1
     if not lacking or others:
         return plan, None
-    place = {"target": "cpu"} | dict(named(plan.place.lower()))
+    place = plan.devices_as_written
     if any(place.get(role, place["target"]).startswith("cuda") for role in ("target", "draft")):
         return plan, None
     more = [name for name in plan.strategy if "draft" in strategies.get(name).optional_roles]
