@@ -20,14 +20,14 @@
 #include "native_choice.h"
 
 /* RMSNorm of one token, into its tile. */
-static void normalise(const number *from, const float *weight, int width, float eps, unit *to, int step) {
+static void normalise(const number *from, const float *weight, int width, float eps, factor *to, int step) {
     Vec squares = zeros();
     for (int i = 0; i < width; i += 16) {
         const Vec v = load(from + i, first(width - i));
         squares = multiply_add(v, v, squares);
     }
     const Vec scale = spread(1.0f / sqrtf(sum_of(squares) / (float)width + eps));
-    for (int i = 0; i < width; i += BLOCK, to += (size_t)(BLOCK / PER_UNIT) * step) {
+    for (int i = 0; i < width; i += BLOCK, to += (size_t)(BLOCK / PER_FACTOR) * step) {
         Vec v[2];
         for (int half = 0; half < 2; half++) {
             const int at = i + 16 * half;
@@ -53,22 +53,22 @@ static void embed(const Worker *w, int t) {
 
 /* Tiles of normalised tokens. Every thread normalises few tokens for itself, which costs less than to wait and to
    write into the same cache lines. */
-static inline unit *normed_of(const Worker *w, int tokens) { return tokens > ROWS ? w->p->normed : w->own.normed; }
+static inline factor *normed_of(const Worker *w, int tokens) { return tokens > ROWS ? w->p->normed : w->own.normed; }
 
 /* Normalises so many tokens: the first, or those of a list. */
 static void normalise_all(const Worker *w, const float *weight, int tokens, const int32_t *list) {
-    const int width = w->m->width, units = width / PER_UNIT;
+    const int width = w->m->width;
     int begin = 0, end = tokens;
     if (tokens > ROWS) share(tokens, w->team, &begin, &end);
     for (int i = begin, step; i < end; i++) {
-        unit *to = units_of(normed_of(w, tokens), tokens, units, i, &step);
+        factor *to = factors_of(normed_of(w, tokens), tokens, width / PER_FACTOR, i, &step);
         normalise(w->p->hidden + (size_t)(list ? list[i] : i) * width, weight, width, w->m->eps, to, step);
     }
     if (tokens > ROWS) meet(w->team);
 }
 
 static void make_heads(const Worker *w, const Matrix *m, const unit *then) {
-    const unit *x = normed_of(w, w->c->tokens);
+    const factor *x = normed_of(w, w->c->tokens);
     const int tokens = w->c->tokens, wide = heads_step(w->m);
     int begin, end;
     share(blocks_of(m), w->team, &begin, &end);
@@ -84,7 +84,7 @@ static void make_heads(const Worker *w, const Matrix *m, const unit *then) {
 }
 
 /* The product with `out` or `down`, added to the hidden states. */
-static void add_product(const Worker *w, const Matrix *m, const unit *x, const unit *then) {
+static void add_product(const Worker *w, const Matrix *m, const factor *x, const unit *then) {
     const int tokens = w->c->tokens, width = w->m->width;
     int begin, end;
     share(blocks_of(m), w->team, &begin, &end);
@@ -104,7 +104,7 @@ static void add_product(const Worker *w, const Matrix *m, const unit *x, const u
 
 /* SiLU of the gates times the ups, into tiles. A block of gates and its block of ups are computed together. */
 static void make_gated(const Worker *w, const Matrix *m, const unit *then) {
-    const unit *x = normed_of(w, w->c->tokens);
+    const factor *x = normed_of(w, w->c->tokens);
     const int tokens = w->c->tokens, inner = w->m->inner, blocks = inner / BLOCK;
     const Vec one = spread(1.0f), zero = zeros();
     int begin, end;
@@ -123,8 +123,8 @@ static void make_gated(const Worker *w, const Matrix *m, const unit *then) {
                 const Vec silu = divide(gate, add(one, exponential(subtract(zero, gate))));
                 v[half] = multiply(rounded(silu), up);
             }
-            unit *to = units_of(w->p->gated, tokens, inner / PER_UNIT, t, &step);
-            put_block(to + (size_t)b * (BLOCK / PER_UNIT) * step, step, v[0], v[1], BLOCK);
+            factor *to = factors_of(w->p->gated, tokens, inner / PER_FACTOR, t, &step);
+            put_block(to + (size_t)b * (BLOCK / PER_FACTOR) * step, step, v[0], v[1], BLOCK);
         }
     }
 }
@@ -132,7 +132,7 @@ static void make_gated(const Worker *w, const Matrix *m, const unit *then) {
 static void make_logits(const Worker *w) {
     const Matrix *m = &w->m->head;
     const int tokens = w->c->wanted_count;
-    const unit *x = normed_of(w, tokens);
+    const factor *x = normed_of(w, tokens);
     int begin, end;
     share(blocks_of(m), w->team, &begin, &end);
     prepare(m, x, tokens, w->own.prepared);
@@ -177,9 +177,10 @@ static void pass_work(void *data) {
         normalise_all(w, m->final_norm, c->wanted_count, c->wanted);
         make_logits(w);
     }
-    for (int i = w->team.me; c->states && i < c->wanted_count; i += w->team.all)
-        normalise(w->p->hidden + (size_t)c->wanted[i] * m->width, m->final_norm, m->width, m->eps,
-                  (unit *)(c->states + (size_t)i * m->width), 1);
+    for (int i = w->team.me; c->states && i < c->wanted_count; i += w->team.all) {
+        normalise(w->p->hidden + (size_t)c->wanted[i] * m->width, m->final_norm, m->width, m->eps, w->own.normed, 1);
+        take_numbers(w->own.normed, 1, c->states + (size_t)i * m->width, m->width);
+    }
 }
 
 /* Bytes that a call needs at `scratch`, aligned to ALIGNMENT; the scratch itself may be null. */
@@ -196,7 +197,7 @@ void forward(const Model *model, const Call *call) {
 
 typedef struct {
     const Matrix *matrix;
-    const unit *x;
+    const factor *x;
     float *sums, *to; /* (threads, tokens, BLOCK + units / 16); (tokens, rows) */
     int tokens, threads;
 } Product;
@@ -219,15 +220,16 @@ static void product_work(void *data) {
     }
 }
 
-/* x (tokens, units) times a matrix, rounded to a number: (tokens, rows). Returns 0, or 1 where memory is short. */
-int product(const Matrix *matrix, const unit *x, float *to, int tokens, int threads) {
-    unit *tiles = malloc(sizeof(unit) * tokens * matrix->units);
+/* x (tokens, numbers) times a matrix, rounded to a number: (tokens, rows). Returns 0, or 1 where memory is short. */
+int product(const Matrix *matrix, const number *x, float *to, int tokens, int threads) {
+    const int numbers = matrix->units * PER_UNIT, factors = matrix->units * FACTORS;
+    factor *tiles = malloc(sizeof(factor) * tokens * factors);
     float *sums = malloc(sizeof(float) * threads * tokens * (BLOCK + matrix->units / 16));
     const int failed = !tiles || !sums;
     if (!failed) {
         for (int t = 0, step; t < tokens; t++) {
-            unit *token = units_of(tiles, tokens, matrix->units, t, &step);
-            for (int i = 0; i < matrix->units; i++) token[(size_t)i * step] = x[(size_t)t * matrix->units + i];
+            factor *token = factors_of(tiles, tokens, factors, t, &step);
+            put_numbers(token, step, x + (size_t)t * numbers, numbers);
         }
         Product job = {matrix, tiles, sums, to, tokens, threads};
         run_team(product_work, &job, threads);
@@ -289,9 +291,9 @@ void attention(const Model *model, const Call *call, const number *heads, number
         memcpy(plan.heads + (size_t)t * heads_step(model), heads + (size_t)t * numbers, sizeof(number) * numbers);
     Job job = {model, call, &plan};
     run_team(attention_work, &job, call->threads);
-    const int units = model->heads * head_units(model);
+    const int width = model->heads * model->head_dim;
     for (int t = 0, step; t < call->tokens; t++) {
-        const unit *from = units_of(plan.mixed, call->tokens, units, t, &step);
-        for (int i = 0; i < units; i++) ((unit *)to)[(size_t)t * units + i] = from[(size_t)i * step];
+        const factor *from = factors_of(plan.mixed, call->tokens, width / PER_FACTOR, t, &step);
+        take_numbers(from, step, to + (size_t)t * width, width);
     }
 }

@@ -61,12 +61,11 @@ static void note_queries(const Worker *w, int layer) {
 
 /* from: the heads of the run's first token, `apart` numbers from those of the next. */
 static void pack_queries(const Worker *w, const Run *run, int kv_head, const number *from, size_t apart) {
-    const int group = group_of(w->m), units = head_units(w->m), queries = run->tokens * group;
+    const int group = group_of(w->m), dims = w->m->head_dim, queries = run->tokens * group;
     for (int q = 0, step; q < queries; q++) {
-        const int head = kv_head * group + q % group;
-        const unit *x = (const unit *)(from + (size_t)(q / group) * apart + (size_t)head * w->m->head_dim);
-        unit *to = units_of(w->own.queries, queries, units, q, &step);
-        for (int i = 0; i < units; i++) to[(size_t)i * step] = x[i];
+        const number *x = from + (size_t)(q / group) * apart + (size_t)(kv_head * group + q % group) * dims;
+        factor *to = factors_of(w->own.queries, queries, dims / PER_FACTOR, q, &step);
+        put_numbers(to, step, x, dims);
     }
 }
 
@@ -132,13 +131,14 @@ static int score(const Worker *w, const Run *run, Piece *p, int q, int rows) {
             p->packed++;
         }
         const char *ahead = ask(&p->while_scoring, units, &lines);
-        by_score[rows - 1](o->queries + (size_t)q * units, packed, units, o->scores + b * BLOCK, ahead, lines);
+        const factor *queries = o->queries + (size_t)q * units * FACTORS;
+        by_score[rows - 1](queries, packed, units, o->scores + b * BLOCK, ahead, lines);
     }
     return seen;
 }
 
 /* Weights of the first `seen` scores, zeros up to `slots`; writes the largest score and the sum of the weights. */
-static void soften(const float *scores, number *weights, int seen, int slots, float *largest, float *all) {
+static void soften(const float *scores, weight *weights, int seen, int slots, float *largest, float *all) {
     const Vec nothing = spread(-INFINITY);
     Vec most = nothing, sum = zeros();
     for (int s = 0; s < seen; s += 16)
@@ -150,7 +150,7 @@ static void soften(const float *scores, number *weights, int seen, int slots, fl
         Vec v = zeros();
         if (mask) v = keep(mask, exponential(subtract(read(scores + s), most)));
         sum = add(sum, v);
-        store(weights + s, ALL, v);
+        store_weights(weights + s, v);
     }
     *all = sum_of(sum);
 }
@@ -173,12 +173,12 @@ static void join(float *record, const float *piece, int numbers) {
 /* Divides by the sum of the weights, into the tile of what `out` multiplies. */
 static void finish(const Worker *w, const Run *run, int kv_head, int query, const float *record) {
     const Model *m = w->m;
-    const int group = group_of(m), units = head_units(m), numbers = head_blocks(m) * BLOCK;
+    const int group = group_of(m), factors = m->head_dim / PER_FACTOR, numbers = head_blocks(m) * BLOCK;
     int step;
-    unit *to = units_of(w->p->mixed, w->c->tokens, m->heads * units, run->first + query / group, &step);
-    to += (size_t)(kv_head * group + query % group) * units * step;
+    factor *to = factors_of(w->p->mixed, w->c->tokens, m->heads * factors, run->first + query / group, &step);
+    to += (size_t)(kv_head * group + query % group) * factors * step;
     const Vec sum = spread(record[numbers + 1]);
-    for (int at = 0; at < m->head_dim; at += BLOCK, to += (size_t)(BLOCK / PER_UNIT) * step) {
+    for (int at = 0; at < m->head_dim; at += BLOCK, to += (size_t)(BLOCK / PER_FACTOR) * step) {
         Vec left = divide(read(record + at), sum);
         Vec right = divide(read(record + at + 16), sum);
 #ifdef BFLOAT16
@@ -191,7 +191,7 @@ static void finish(const Worker *w, const Run *run, int kv_head, int query, cons
 /* Steps of all products that mix a piece, when so many rows go together. */
 static inline int mixing_steps(const Model *m, int rows, int slots) {
     const int products = rows <= FEW ? parts_of(head_blocks(m), 2) : head_blocks(m);
-    return products * parts_of(slots, PER_UNIT);
+    return products * parts_of(slots, MIXED);
 }
 
 /* One piece for all queries of a run. The first piece of several writes records, later ones join them; a piece that is
@@ -203,7 +203,7 @@ static void attend_piece(const Worker *w, const Run *run, Piece *p, int joins, f
     const int queries = run->tokens * group_of(m), tiles = parts_of(queries, ROWS);
     for (int tile = 0; tile < tiles; tile++) {
         const int q = tile_begin(queries, tile), rows = tile_begin(queries, tile + 1) - q;
-        const int seen = score(w, run, p, q, rows), steps = parts_of(seen, PER_UNIT);
+        const int seen = score(w, run, p, q, rows), steps = parts_of(seen, MIXED);
         float *to = joins ? o->one : records + (size_t)q * record;
         for (int r = 0; r < rows; r++) {
             float *facts = to + (size_t)r * record + numbers;
@@ -214,7 +214,7 @@ static void attend_piece(const Worker *w, const Run *run, Piece *p, int joins, f
             const char *ahead = ask(&p->around_scoring, steps, &lines);
             const int pair = rows <= FEW && at + 2 * BLOCK <= dims, count = least(BLOCK, dims - at);
             Mix *const mix = pair ? by_pair[rows - 1] : by_block[rows - 1];
-            mix(count, (const unit *)o->weights, p->values + at, dims, seen,
+            mix(count, (const factor *)o->weights, p->values + at, dims, seen,
                 to + at, record, ahead, lines);
             at += pair ? BLOCK : 0;
         }

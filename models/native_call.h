@@ -47,7 +47,7 @@ typedef struct { /* adjacent tokens of a row, which attend together */
 
 typedef struct {
     number *hidden, *heads;         /* (tokens, width); (tokens, outputs of qkv in whole blocks) */
-    unit *normed, *mixed, *gated;   /* tiles of what qkv and gate_up (above ROWS tokens), out, and down multiply */
+    factor *normed, *mixed, *gated; /* tiles of what qkv and gate_up (above ROWS tokens), out, and down multiply */
     int32_t *row, *slot, *next;     /* (tokens), (tokens), (layers): the next task of a layer's attention */
     Run *runs;
     float *partial; /* (runs x kv_heads, pieces, most queries of a run, record) where pieces are shared out */
@@ -59,12 +59,12 @@ typedef struct {
 typedef struct {
     float *sums, *more;      /* (tokens, BLOCK) */
     float *prepared;         /* of what a matrix in int4 multiplies, see prepare */
-    unit *normed;            /* tiles of what qkv and gate_up multiply, of up to ROWS tokens */
-    unit *queries;           /* tiles of a run's queries */
+    factor *normed;          /* tiles of what qkv and gate_up multiply, of up to ROWS tokens */
+    factor *queries;         /* tiles of a run's queries */
     unit *keys;              /* a piece's, (blocks of slots, units of a head, BLOCK) */
     float *scores, *running; /* (ROWS, PIECE); (queries of a run, record) */
     float *one;              /* (ROWS, record) */
-    number *weights;         /* (ROWS, PIECE) */
+    weight *weights;         /* (ROWS, PIECE) */
 } Own;
 
 static inline int group_of(const Model *m) { return m->heads / m->kv_heads; }
@@ -91,13 +91,13 @@ static Own own_of(const Model *m, int tokens, int most, char *at, char **end) {
     o.sums = TAKE(float, tokens * BLOCK);
     o.more = TAKE(float, tokens * BLOCK);
     o.prepared = TAKE(float, tokens * widest / 16);
-    o.normed = TAKE(unit, least(tokens, ROWS) * width);
-    o.queries = TAKE(unit, most * units);
+    o.normed = TAKE(factor, least(tokens, ROWS) * m->width / PER_FACTOR);
+    o.queries = TAKE(factor, most * units * FACTORS);
     o.keys = TAKE(unit, PIECE * units);
     o.scores = TAKE(float, ROWS * PIECE);
     o.running = TAKE(float, most * record_of(m));
     o.one = TAKE(float, ROWS * record_of(m));
-    o.weights = TAKE(number, ROWS * PIECE);
+    o.weights = TAKE(weight, ROWS * PIECE);
     *end = at;
     return o;
 }
@@ -119,9 +119,9 @@ static Plan plan_call(const Model *m, const Call *c) {
     char *at = c->scratch;
     p.hidden = TAKE(number, tokens * m->width);
     p.heads = TAKE(number, (size_t)tokens * heads_step(m));
-    p.normed = TAKE(unit, tokens * (m->width / PER_UNIT));
-    p.mixed = TAKE(unit, (size_t)tokens * m->heads * head_units(m));
-    p.gated = TAKE(unit, (size_t)tokens * (m->inner / PER_UNIT));
+    p.normed = TAKE(factor, tokens * (m->width / PER_FACTOR));
+    p.mixed = TAKE(factor, (size_t)tokens * m->heads * m->head_dim / PER_FACTOR);
+    p.gated = TAKE(factor, (size_t)tokens * (m->inner / PER_FACTOR));
     p.row = TAKE(int32_t, tokens);
     p.slot = TAKE(int32_t, tokens);
     p.next = TAKE(int32_t, m->layer_count);

@@ -15,7 +15,7 @@ typedef struct {
 
 /* Memory of a thread. Weights stand by piece, then query; `largest` are the largest scores, then factors. */
 typedef struct {
-    number *weights;       /* (pieces, queries, PIECE) */
+    weight *weights;       /* (pieces, queries, PIECE) */
     float *largest, *sums; /* (pieces, queries in whole vectors) */
     float *received, *pooled; /* by slot, in whole pieces; `received` has a margin of zeros on both sides */
 } Room;
@@ -31,7 +31,7 @@ typedef struct {
 static Room room_of(const Plan *p, const Choice *c, char *at, char **end) {
     const size_t slots = (size_t)p->pieces * PIECE, vectors = (size_t)p->pieces * parts_of(p->most, 16) * 16;
     Room r;
-    r.weights = TAKE(number, slots * p->most);
+    r.weights = TAKE(weight, slots * p->most);
     r.largest = TAKE(float, vectors);
     r.sums = TAKE(float, vectors);
     r.received = TAKE(float, slots + 2 * (size_t)c->pooled);
@@ -48,9 +48,9 @@ static void weigh_pieces(const Room *r, int pieces, int queries) {
         for (int at = 0; at < pieces; at++) most = larger(most, read(r->largest + at * step + q));
         for (int at = 0; at < pieces; at++) {
             float *own = r->largest + at * step + q;
-            const Vec factor = exponential(subtract(read(own), most));
-            sum = multiply_add(factor, read(r->sums + at * step + q), sum);
-            write(own, factor);
+            const Vec times = exponential(subtract(read(own), most));
+            sum = multiply_add(times, read(r->sums + at * step + q), sum);
+            write(own, times);
         }
         for (int at = 0; at < pieces; at++) {
             float *own = r->largest + at * step + q;
@@ -87,13 +87,13 @@ static void receive(
     for (int at = 0; at < pieces; at++) {
         const int held = least(run->slot + run->tokens - at * PIECE, PIECE);
         for (int s = 0; s < held; s += 64) { /* four vectors, since a single sum would wait for itself */
-            const number *from = r->weights + (size_t)at * queries * PIECE + s;
+            const weight *from = r->weights + (size_t)at * queries * PIECE + s;
             Vec sums[4];
             for (int i = 0; i < 4; i++) sums[i] = zeros();
             for (int q = 0; q < queries; q++, from += PIECE) {
-                const Vec factor = spread(r->largest[at * step + q]);
+                const Vec times = spread(r->largest[at * step + q]);
 #pragma GCC unroll 4
-                for (int i = 0; i < 4; i++) sums[i] = multiply_add(load(from + 16 * i, ALL), factor, sums[i]);
+                for (int i = 0; i < 4; i++) sums[i] = multiply_add(load_weights(from + 16 * i), times, sums[i]);
             }
             float *to = received + at * PIECE + s;
             for (int i = 0; i < 4; i++, to += 16) {

@@ -43,13 +43,12 @@ static const unit *start_of(const Matrix *m, int blocks, Team team) {
 
 #define BEGIN_GROUP(r) Vec left##r = zeros(), right##r = zeros();
 
-#define DECODE(shift)                                                                               \
-    {                                                                                               \
-        const Bits left = both_or(right_by(levels, shift), nibbles, offset);                        \
-        const Bits right = both_or(right_by(more, shift), nibbles, offset);                         \
-        EACH_ROW(STEP_ROW)                                                                          \
-        x += rows;                                                                                  \
-    }
+/* Factors' counterparts: the levels of 16 outputs at `shift`, of both halves or of one. */
+INLINE Bits levels_at(Bits levels, const int shift, const int which) {
+    if (FACTORS == 1) return both_or(right_by(levels, shift), spread_bits(0x000f000f), spread_bits(0x43004300));
+    levels = which == 0 ? left_by(levels, 16 - shift) : right_by(levels, shift);
+    return both_or(levels, spread_bits(0x000f0000), spread_bits(0x43000000));
+}
 
 #define END_SIDE(sums, side, zero, scale) \
     write(sums, multiply_add(side, scale, multiply_add(zero, all, read(sums))));
@@ -63,15 +62,22 @@ static const unit *start_of(const Matrix *m, int blocks, Team team) {
 
 /* One group's record, for one vector of outputs or for both. */
 INLINE void multiply_group(
-    const int rows, const int sides, const unit *x, const float *x_sums, const unit *w, int group, float *sums) {
-    const Bits nibbles = spread_bits(0x000f000f), offset = spread_bits(0x43004300);
+    const int rows, const int sides, const factor *x, const float *x_sums, const unit *w, int group, float *sums) {
     const Vec back = spread(-136.0f);
     const number *facts = (const number *)w;
     EACH_ROW(BEGIN_GROUP)
     w += BLOCK;
     for (int at = 0; at < group; at += 4, w += BLOCK) {
         const Bits levels = read_bits(w), more = read_bits(w + 16);
-        DECODE(0) DECODE(4) DECODE(8) DECODE(12)
+#pragma GCC unroll 4
+        for (int shift = 0; shift < 16; shift += 4, x += FACTORS * rows)
+#pragma GCC unroll 2
+            for (int which = 0; which < FACTORS; which++)
+                EACH_TURN(rows, sides) {
+                    const Bits left = levels_at(levels, shift, which), right = levels_at(more, shift, which);
+                    EACH_ROW(STEP_ROW)
+                    END_TURN(rows, sides)
+                }
     }
     const Vec left_scale = load(facts, ALL), right_scale = load(facts + 16, ALL);
     const Vec left_zero = multiply_add(left_scale, back, load(facts + 32, ALL));
@@ -80,10 +86,10 @@ INLINE void multiply_group(
 }
 
 INLINE void multiply_int4(
-    const int rows, const unit *x, const float *x_sums, const unit *w, int groups, int group, float *sums,
+    const int rows, const factor *x, const float *x_sums, const unit *w, int groups, int group, float *sums,
     const char *ahead, int lines) {
     EACH_ROW(CLEAR_SUMS)
-    for (int g = 0; g < groups; g++, x += group * rows, x_sums += rows, w += record_units(group)) {
+    for (int g = 0; g < groups; g++, x += group * FACTORS * rows, x_sums += rows, w += record_units(group)) {
         fetch(ahead, lines, 0);
         ahead += (size_t)lines * ALIGNMENT;
         if (rows <= TOGETHER) {
@@ -95,11 +101,11 @@ INLINE void multiply_int4(
     }
 }
 
-typedef void Int4Tile(const unit *x, const float *x_sums, const unit *w, int groups, int group, float *sums,
+typedef void Int4Tile(const factor *x, const float *x_sums, const unit *w, int groups, int group, float *sums,
                       const char *ahead, int lines);
 
 #define MAKE_INT4(r)                                                                                         \
-    static void int4_##r(const unit *x, const float *x_sums, const unit *w, int groups, int group,           \
+    static void int4_##r(const factor *x, const float *x_sums, const unit *w, int groups, int group,         \
                          float *sums, const char *ahead, int lines) {                                        \
         multiply_int4(r + 1, x, x_sums, w, groups, group, sums, ahead, lines);                               \
     }
@@ -108,19 +114,20 @@ EACH_ROW(MAKE_INT4)
 static Int4Tile *const by_int4[ROWS] = {EACH_ROW(NAME_INT4)};
 
 /* The sum of every group of every token, tile by tile (groups, tokens of the tile). */
-static void sum_groups(const unit *x, int tokens, int units, int group, float *to) {
+static void sum_groups(const factor *x, int tokens, int units, int group, float *to) {
     const int groups = units / group;
     for (int tile = 0; tile < parts_of(tokens, ROWS); tile++) {
         const int begin = tile_begin(tokens, tile), rows = tile_begin(tokens, tile + 1) - begin;
-        const unit *from = x + (size_t)begin * units;
+        const factor *from = x + (size_t)begin * units * FACTORS;
         for (int g = 0; g < groups; g++)
             for (int r = 0; r < rows; r++) {
                 Vec sum = zeros();
                 for (int at = g * group; at < (g + 1) * group; at += 16) {
-                    const Bits v = gather(from + (size_t)at * rows + r, rows);
-                    const Bits high = both(v, spread_bits(0xffff0000u));
-                    sum = add(sum, as_floats(left_by(v, 16)));
-                    sum = add(sum, as_floats(high));
+                    const factor *each = from + (size_t)at * FACTORS * rows + r;
+                    const Bits low = gather(each, FACTORS * rows);
+                    const Bits high = FACTORS == 2 ? gather(each + rows, FACTORS * rows) : low;
+                    sum = add(sum, as_floats(FACTORS == 2 ? low : left_by(low, 16)));
+                    sum = add(sum, as_floats(both(high, spread_bits(0xffff0000u))));
                 }
                 to[(size_t)begin * groups + g * rows + r] = sum_of(sum);
             }
@@ -129,7 +136,7 @@ static void sum_groups(const unit *x, int tokens, int units, int group, float *t
 #endif
 
 /* What the blocks of a matrix in int4 need to know of x, at `to`: every thread makes it for itself. */
-static void prepare(const Matrix *m, const unit *x, int tokens, float *to) {
+static void prepare(const Matrix *m, const factor *x, int tokens, float *to) {
 #ifdef BFLOAT16
     if (m->group) sum_groups(x, tokens, m->units, m->group, to);
 #else
@@ -142,7 +149,7 @@ static void prepare(const Matrix *m, const unit *x, int tokens, float *to) {
    prepared: from `prepare`.
    next: what this thread reads after the block. */
 static void multiply_block(
-    const Matrix *m, int block, const unit *x, int tokens, const float *prepared, float *sums, const unit *next) {
+    const Matrix *m, int block, const factor *x, int tokens, const float *prepared, float *sums, const unit *next) {
     const int units = m->units, tiles = parts_of(tokens, ROWS);
     const unit *w = block_at(m, block);
     if (tokens < FETCHING) next = NULL;
@@ -155,8 +162,8 @@ static void multiply_block(
         int left = ahead ? groups * of_group : 0;
         for (int tile = 0; tile < tiles; tile++) {
             const int begin = tile_begin(tokens, tile), rows = tile_begin(tokens, tile + 1) - begin;
-            by_int4[rows - 1](x + (size_t)begin * units, prepared + (size_t)begin * groups, w, groups, m->group,
-                              sums + (size_t)begin * BLOCK, ahead, left > 0 ? lines : 0);
+            by_int4[rows - 1](x + (size_t)begin * units * FACTORS, prepared + (size_t)begin * groups, w, groups,
+                              m->group, sums + (size_t)begin * BLOCK, ahead, left > 0 ? lines : 0);
             left -= groups * lines;
             ahead += (size_t)groups * lines * ALIGNMENT;
         }
@@ -174,8 +181,9 @@ static void multiply_block(
         int left = ahead ? pauses * 2 * PAUSE : 0; /* lines of the next part, taken to be as long as this one */
         for (int tile = 0; tile < tiles; tile++) {
             const int begin = tile_begin(tokens, tile), rows = tile_begin(tokens, tile + 1) - begin;
-            by_tile[rows - 1](x + (size_t)begin * units + (size_t)at * rows, w + (size_t)at * BLOCK, end - at,
-                              sums + (size_t)begin * BLOCK, BLOCK, part == 0, ahead, left > 0 ? lines : 0);
+            const factor *from = x + ((size_t)begin * units + (size_t)at * rows) * FACTORS;
+            by_tile[rows - 1](from, w + (size_t)at * BLOCK, end - at, sums + (size_t)begin * BLOCK, BLOCK, part == 0,
+                              ahead, left > 0 ? lines : 0);
             left -= pauses * lines;
             ahead += (size_t)pauses * lines * ALIGNMENT;
         }

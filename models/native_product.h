@@ -15,6 +15,7 @@ enum {
     QUERIES = 64,   /* tokens of a row that attend together: more would not add to the reuse of keys and values */
     WIDEST = 256,   /* head_dim */
     PAUSE = 2,      /* steps of a product with weights between two requests for memory that is needed later */
+    MIXED = 2,      /* slots of a step in which values are mixed */
     TURN = 4,       /* steps for which it asks for memory while it turns 16 keys */
     ALIGNMENT = 64, /* bytes */
     STRETCH = 512,  /* bytes of memory that is read to see how fast it is */
@@ -33,6 +34,18 @@ enum { PER_UNIT = 2 };
 typedef float number;
 enum { PER_UNIT = 1 };
 #endif
+
+/* What units are multiplied with stands in factors of 32 bits: units, or, on processors that cannot multiply bfloat16
+   units, numbers widened to float32 once, since widening them at every product costs a third of it. */
+typedef uint32_t factor;
+#if defined(BFLOAT16) && defined(__AVX512BF16__)
+typedef number weight; /* of a slot, when values are mixed */
+enum { PER_FACTOR = 2 };
+#else
+typedef float weight;
+enum { PER_FACTOR = 1 };
+#endif
+enum { FACTORS = PER_UNIT / PER_FACTOR }; /* of a unit */
 
 /* The OpenMP runtime. */
 
@@ -91,16 +104,26 @@ static inline void store(number *x, Mask mask, Vec v) { write_some(x, mask, v); 
 static inline Vec rounded(Vec x) { return x; }
 #endif
 
-/* sum + w x, of 16 units; the two products of a bfloat16 unit one after the other. */
-static inline Vec dot(Vec sum, Bits w, Bits x) {
-#if !defined(BFLOAT16)
-    return multiply_add(as_floats(w), as_floats(x), sum);
-#elif defined(__AVX512BF16__)
+#if defined(BFLOAT16) && defined(__AVX512BF16__)
+static inline void store_weights(weight *x, Vec v) { store(x, ALL, v); }
+static inline Vec load_weights(const weight *x) { return load(x, ALL); }
+#else
+static inline void store_weights(weight *x, Vec v) { write(x, rounded(v)); }
+static inline Vec load_weights(const weight *x) { return read(x); }
+#endif
+
+/* What a factor is multiplied with: 16 units, or the low (0) or high (1) number of each, widened. */
+INLINE Bits part_of(Bits units, const int which) {
+    if (FACTORS == 1) return units;
+    return which == 0 ? left_by(units, 16) : both(units, spread_bits(0xffff0000u));
+}
+
+/* sum + w x, of 16 factors. */
+INLINE Vec dot(Vec sum, Bits w, Bits x) {
+#if defined(BFLOAT16) && defined(__AVX512BF16__)
     return _mm512_dpbf16_ps(sum, (__m512bh)w, (__m512bh)x);
 #else
-    const Bits high = spread_bits(0xffff0000u);
-    sum = multiply_add(as_floats(left_by(w, 16)), as_floats(left_by(x, 16)), sum);
-    return multiply_add(as_floats(both(w, high)), as_floats(both(x, high)), sum);
+    return multiply_add(as_floats(w), as_floats(x), sum);
 #endif
 }
 
@@ -126,32 +149,54 @@ static inline int tile_begin(int tokens, int tile) {
     return (int)((int64_t)tokens * tile / parts_of(tokens, ROWS));
 }
 
-/* Where the units of a token begin in tiles of `units` each, and how far apart they stand. */
-static inline unit *units_of(unit *tiles, int tokens, int units, int token, int *step) {
+/* Where the factors of a token begin in tiles of `factors` each, and how far apart they stand. */
+static inline factor *factors_of(factor *tiles, int tokens, int factors, int token, int *step) {
     int tile = (int)((int64_t)token * parts_of(tokens, ROWS) / tokens);
     if (tile_begin(tokens, tile + 1) <= token) tile++;
     const int begin = tile_begin(tokens, tile);
     *step = tile_begin(tokens, tile + 1) - begin;
-    return tiles + (size_t)begin * units + (token - begin);
+    return tiles + (size_t)begin * factors + (token - begin);
 }
 
-static inline void put(unit *to, int step, Bits units, int count) {
+static inline void put(factor *to, int step, Bits factors, int count) {
     if (step == 1) {
-        write_some_bits(to, first(count), units);
+        write_some_bits(to, first(count), factors);
         return;
     }
-    unit each[16];
-    write_bits(each, units);
+    factor each[16];
+    write_bits(each, factors);
     for (int i = 0; i < count && i < 16; i++) to[(size_t)i * step] = each[i];
 }
 
 /* Writes up to BLOCK adjacent numbers of a token into its tile. */
-static inline void put_block(unit *to, int step, Vec left, Vec right, int count) {
+static inline void put_block(factor *to, int step, Vec left, Vec right, int count) {
+    if (PER_FACTOR == 2) {
+        put(to, step, side_by_side(narrow(left), narrow(right)), parts_of(count, 2));
+        return;
+    }
+    put(to, step, as_bits(rounded(left)), count);
+    if (count > 16) put(to + (size_t)16 * step, step, as_bits(rounded(right)), count - 16);
+}
+
+/* Puts numbers as they are into a token's tile. */
+static inline void put_numbers(factor *to, int step, const number *x, int count) {
 #ifdef BFLOAT16
-    put(to, step, side_by_side(narrow(left), narrow(right)), parts_of(count, 2));
+    for (int i = 0; i < count; i += PER_FACTOR, to += step)
+        *to = PER_FACTOR == 2 ? x[i] | (factor)x[i + 1] << 16 : (factor)x[i] << 16;
 #else
-    put(to, step, as_bits(left), count);
-    if (count > 16) put(to + (size_t)16 * step, step, as_bits(right), count - 16);
+    for (int i = 0; i < count; i++, to += step) memcpy(to, x + i, sizeof(factor));
+#endif
+}
+
+/* The same numbers taken back. */
+static inline void take_numbers(const factor *from, int step, number *x, int count) {
+#ifdef BFLOAT16
+    for (int i = 0; i < count; i += PER_FACTOR, from += step) {
+        if (PER_FACTOR == 2) x[i] = (number)*from, x[i + 1] = (number)(*from >> 16);
+        else x[i] = (number)(*from >> 16);
+    }
+#else
+    for (int i = 0; i < count; i++, from += step) memcpy(x + i, from, sizeof(factor));
 #endif
 }
 
@@ -167,6 +212,15 @@ INLINE void fetch(const char *from, int lines, const int near) {
     }
 }
 
+/* The sides of a block whose sums are added to `now`: all of them, or one after the other, with nothing that was read
+   for the one kept for the other. */
+#define IN_TURNS(rows, sides) (rows > AT_ONCE && (sides) == (LEFT | RIGHT))
+#define EACH_TURN(rows, sides)                                                                      \
+    for (int turn = IN_TURNS(rows, sides) ? LEFT : LEFT | RIGHT, now;                               \
+         now = turn & (sides), turn <= (IN_TURNS(rows, sides) ? RIGHT : LEFT | RIGHT); turn++)
+#define END_TURN(rows, sides) \
+    if (IN_TURNS(rows, sides)) __asm__ volatile("" ::: "memory");
+
 #define BEGIN_ROW(r)                                                                                \
     Vec left##r = zeros(), right##r = zeros();                                                      \
     if (r < rows && !fresh) {                                                                       \
@@ -176,9 +230,9 @@ INLINE void fetch(const char *from, int lines, const int near) {
 
 #define STEP_ROW(r)                                                                                 \
     if (r < rows) {                                                                                 \
-        const Bits each = spread_bits(x[r]);                                                        \
-        if (sides & LEFT) left##r = dot(left##r, left, each);                                       \
-        if (sides & RIGHT) right##r = dot(right##r, right, each);                                   \
+        const Bits each = spread_bits(x[which * rows + r]);                                         \
+        if (now & LEFT) left##r = dot(left##r, left, each);                                         \
+        if (now & RIGHT) right##r = dot(right##r, right, each);                                     \
     }
 
 #define END_ROW(r)                                                                                  \
@@ -188,46 +242,52 @@ INLINE void fetch(const char *from, int lines, const int near) {
     }
 
 INLINE const char *multiply_sides(
-    const int rows, const int sides, const int pause, const int near, const unit *x, const unit *w, int units,
+    const int rows, const int sides, const int pause, const int near, const factor *x, const unit *w, int units,
     float *sums, ptrdiff_t sums_step, int fresh, const char *ahead, int lines) {
     EACH_ROW(BEGIN_ROW)
     for (int at = 0; at < units; ahead += (size_t)lines * ALIGNMENT) {
         fetch(ahead, lines, near);
-        for (const int end = least(at + pause, units); at < end; at++, x += rows, w += BLOCK) {
-            const Bits left = read_bits(w), right = read_bits(w + 16);
-            EACH_ROW(STEP_ROW)
-        }
+        for (const int end = least(at + pause, units); at < end; at++, x += FACTORS * rows, w += BLOCK)
+#pragma GCC unroll 2
+            for (int which = 0; which < FACTORS; which++)
+                EACH_TURN(rows, sides) {
+                    const Bits left = part_of(read_bits(w), which), right = part_of(read_bits(w + 16), which);
+                    EACH_ROW(STEP_ROW)
+                    END_TURN(rows, sides)
+                }
     }
     EACH_ROW(END_ROW)
     return ahead;
 }
 
 INLINE void multiply_tile(
-    const int rows, const int pause, const int near, const unit *x, const unit *w, int units, float *sums,
+    const int rows, const int pause, const int near, const factor *x, const unit *w, int units, float *sums,
     ptrdiff_t sums_step, int fresh, const char *ahead, int lines) {
     if (rows <= TOGETHER) {
         multiply_sides(rows, LEFT | RIGHT, pause, near, x, w, units, sums, sums_step, fresh, ahead, lines);
         return;
     }
-    for (int at = 0; at < units; at += STRIP, x += STRIP * rows, w += STRIP * BLOCK, fresh = 0) {
+    for (int at = 0; at < units; at += STRIP, x += STRIP * FACTORS * rows, w += STRIP * BLOCK, fresh = 0) {
         const int count = least(STRIP, units - at);
-        ahead = multiply_sides(rows, LEFT, pause, near, x, w, count, sums, sums_step, fresh, ahead, lines);
-        multiply_sides(rows, RIGHT, pause, near, x, w, count, sums, sums_step, fresh, ahead, 0);
+        const int second = lines / 2, one = lines - second;
+        ahead = multiply_sides(rows, LEFT, pause, near, x, w, count, sums, sums_step, fresh, ahead, one);
+        ahead = multiply_sides(rows, RIGHT, pause, near, x, w, count, sums, sums_step, fresh, ahead, second);
     }
 }
 
-typedef void Tile(const unit *x, const unit *w, int units, float *sums, ptrdiff_t sums_step, int fresh,
+typedef void Tile(const factor *x, const unit *w, int units, float *sums, ptrdiff_t sums_step, int fresh,
                   const char *ahead, int lines);
-typedef void Score(const unit *x, const unit *w, int units, float *sums, const char *ahead, int lines);
+typedef void Score(const factor *x, const unit *w, int units, float *sums, const char *ahead, int lines);
 
 /* For every number of rows: of weights, and of keys, whose scores stand PIECE numbers apart and begin at zero. */
 #define MAKE_TILES(r)                                                                                           \
-    static void tile_##r(const unit *x, const unit *w, int units, float *sums, ptrdiff_t sums_step, int fresh,  \
-                         const char *ahead, int lines) {                                                        \
+    static void tile_##r(const factor *x, const unit *w, int units, float *sums, ptrdiff_t sums_step,           \
+                         int fresh, const char *ahead, int lines) {                                             \
         multiply_tile(r + 1, r + 1 < FETCHING ? CHUNK : PAUSE, 0, x, w, units, sums, sums_step, fresh, ahead,   \
                       lines);                                                                                   \
     }                                                                                                           \
-    static void score_##r(const unit *x, const unit *w, int units, float *sums, const char *ahead, int lines) { \
+    static void score_##r(const factor *x, const unit *w, int units, float *sums, const char *ahead,            \
+                          int lines) {                                                                          \
         multiply_tile(r + 1, 1, 1, x, w, units, sums, PIECE, 1, ahead, lines);                                  \
     }
 EACH_ROW(MAKE_TILES)
@@ -239,15 +299,17 @@ static Score *const by_score[ROWS] = {EACH_ROW(NAME_SCORE)};
 /* The mixture of a piece's values in one block of dims, or in two: sums (rows, BLOCK or 2 BLOCK) of weights times
    values, over the slots in their order. Meanwhile it asks for memory, as scores do.
 
-   In bfloat16 two slots make a unit, and dims stand in the order in which `finish` expects them.
+   Where two slots share a factor, so do their numbers here. In bfloat16 dims stand in the order in which `finish`
+   expects them.
 
    weights: rows that stand PIECE numbers apart, zero where a row does not see the last of the slots.
    values: (slots, dims), of which the first `count` are read. */
 
 INLINE void load_values(const number *values, int dims, int both, int count, Bits *left, Bits *right) {
 #ifdef BFLOAT16
-    const Bits even = read_32_halves(values, count);
-    const Bits odd = both ? read_32_halves(values + dims, count) : no_bits();
+    const Bits last = read_32_halves(PER_FACTOR == 2 && both ? values + dims : values, count);
+    const Bits even = PER_FACTOR == 2 ? read_32_halves(values, count) : no_bits();
+    const Bits odd = PER_FACTOR == 2 && !both ? no_bits() : last;
     *left = pair_low(even, odd);
     *right = pair_high(even, odd);
 #else
@@ -261,13 +323,11 @@ INLINE void load_values(const number *values, int dims, int both, int count, Bit
 
 #define STEP_MIX(r)                                                                                 \
     if (r < rows) {                                                                                 \
-        const Bits each = spread_bits(weights[r * (PIECE / PER_UNIT)]);                             \
-        if (sides & LEFT) left##r = dot(left##r, left, each);                                       \
-        if (sides & RIGHT) right##r = dot(right##r, right, each);                                   \
-        if (blocks == 2) {                                                                          \
-            more##r = dot(more##r, more, each);                                                     \
-            last##r = dot(last##r, last, each);                                                     \
-        }                                                                                           \
+        const Bits each = spread_bits(weights[r * (PIECE / PER_FACTOR)]);                           \
+        if (now & LEFT) left##r = dot(left##r, left, each);                                         \
+        if (now & RIGHT) right##r = dot(right##r, right, each);                                     \
+        if (now & LEFT && blocks == 2) more##r = dot(more##r, more, each);                          \
+        if (now & RIGHT && blocks == 2) last##r = dot(last##r, last, each);                         \
     }
 
 #define END_MIX(r)                                                                                  \
@@ -281,23 +341,28 @@ INLINE void load_values(const number *values, int dims, int both, int count, Bit
     }
 
 INLINE void mix_sides(
-    const int rows, const int blocks, const int sides, int count, const unit *weights, const number *values, int dims,
+    const int rows, const int blocks, const int sides, int count, const factor *weights, const number *values, int dims,
     int slots, float *sums, ptrdiff_t sums_step, const char *ahead, int lines) {
     EACH_ROW(BEGIN_MIX)
-    for (int slot = 0; slot < slots; slot += PER_UNIT, ahead += (size_t)lines * ALIGNMENT) {
-        Bits left, right, more, last;
+    for (int slot = 0; slot < slots; ahead += (size_t)lines * ALIGNMENT) {
         fetch(ahead, lines, 1);
-        load_values(values, dims, slot + 1 < slots, count, &left, &right);
-        if (blocks == 2) load_values(values + BLOCK, dims, slot + 1 < slots, count, &more, &last);
-        EACH_ROW(STEP_MIX)
-        weights++;
-        values += (size_t)PER_UNIT * dims;
+        for (const int end = least(slot + MIXED, slots); slot < end; slot += PER_FACTOR) {
+            EACH_TURN(rows, sides) {
+                Bits left, right, more, last;
+                load_values(values, dims, slot + 1 < slots, count, &left, &right);
+                if (blocks == 2) load_values(values + BLOCK, dims, slot + 1 < slots, count, &more, &last);
+                EACH_ROW(STEP_MIX)
+                END_TURN(rows, sides)
+            }
+            weights++;
+            values += (size_t)PER_FACTOR * dims;
+        }
     }
     EACH_ROW(END_MIX)
 }
 
 INLINE void mix_tile(
-    const int rows, const int blocks, int count, const unit *weights, const number *values, int dims, int slots,
+    const int rows, const int blocks, int count, const factor *weights, const number *values, int dims, int slots,
     float *sums, ptrdiff_t sums_step, const char *ahead, int lines) {
     if (rows <= TOGETHER) {
         mix_sides(rows, blocks, LEFT | RIGHT, count, weights, values, dims, slots, sums, sums_step, ahead, lines);
@@ -307,23 +372,26 @@ INLINE void mix_tile(
     mix_sides(rows, blocks, RIGHT, count, weights, values, dims, slots, sums, sums_step, ahead, 0);
 }
 
-typedef void Mix(int count, const unit *weights, const number *values, int dims, int slots, float *sums,
+typedef void Mix(int count, const factor *weights, const number *values, int dims, int slots, float *sums,
                  ptrdiff_t sums_step, const char *ahead, int lines);
 
 #define MAKE_MIX(r)                                                                                                \
-    static void mix_##r(int count, const unit *weights, const number *values, int dims, int slots,            \
+    static void mix_##r(int count, const factor *weights, const number *values, int dims, int slots,               \
                         float *sums, ptrdiff_t sums_step, const char *ahead, int lines) {                          \
-        mix_tile(r + 1, 1, count, weights, values, dims, slots, sums, sums_step, ahead, lines);                     \
+        if (count == BLOCK)                                                                                        \
+            mix_tile(r + 1, 1, BLOCK, weights, values, dims, slots, sums, sums_step, ahead, lines);                \
+        else                                                                                                       \
+            mix_tile(r + 1, 1, count, weights, values, dims, slots, sums, sums_step, ahead, lines);                \
     }
 EACH_ROW(MAKE_MIX)
 #define NAME_MIX(r) mix_##r,
 static Mix *const by_block[ROWS] = {EACH_ROW(NAME_MIX)};
 
 #define MAKE_PAIR(r)                                                                                               \
-    static void pair_##r(int count, const unit *weights, const number *values, int dims, int slots,           \
+    static void pair_##r(int count, const factor *weights, const number *values, int dims, int slots,              \
                          float *sums, ptrdiff_t sums_step, const char *ahead, int lines) {                         \
         (void)count;                                                                                               \
-        mix_tile(r + 1, 2, BLOCK, weights, values, dims, slots, sums, sums_step, ahead, lines);              \
+        mix_tile(r + 1, 2, BLOCK, weights, values, dims, slots, sums, sums_step, ahead, lines);                    \
     }
 EACH_OF_FEW(MAKE_PAIR)
 #define NAME_PAIR(r) pair_##r,

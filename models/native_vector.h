@@ -19,6 +19,7 @@ enum {
     ROWS = 12,     /* tokens of a tile: two vectors of sums for each leave room for the rest in 32 registers */
     TOGETHER = 12, /* tokens up to which there is room for both vectors of a block */
     FEW = 6,       /* queries whose mixtures over two blocks of dims fit into registers */
+    AT_ONCE = 12,  /* tokens for which both vectors of a block are multiplied at once */
     ALL = 0xffff,  /* of the sixteen, as a mask */
 };
 #define EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
@@ -138,12 +139,19 @@ INLINE void turn_quarters(Bits r[16]) {
 #elif defined(__AVX2__) && defined(__FMA__)
 
 enum {
-    ROWS = 6,     /* one vector of sums for each token leaves four of 16 registers for the rest, */
-    TOGETHER = 3, /* and so do two for each of these */
+    TOGETHER = 3, /* tokens for which there is room for both vectors of a block */
     FEW = 1,
     ALL = 16,
 };
+#ifdef BFLOAT16
+/* One vector of sums for each token leaves 6 of 16 registers for the rest. With fewer, some sums would go through
+   memory at every step, and wait for it. */
+enum { ROWS = 5, AT_ONCE = 2 };
+#define EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4)
+#else
+enum { ROWS = 6, AT_ONCE = 6 };
 #define EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5)
+#endif
 #define EACH_OF_FEW(DO) DO(0)
 
 typedef struct { __m256 low, high; } Vec;
