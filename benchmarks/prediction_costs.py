@@ -18,7 +18,7 @@ from specbench.strategies.base import Request
 from specbench.strategies.practice import around_a_forward_ns
 from specbench.strategies.sampling import Sampling
 
-COUNTS = (1, 2, 3, 4, 5, 8, 12, 13, 17)  # beyond 12 tokens the CPU kernels take a second turn
+COUNTS = (1, 2, 3, 4, 5, 8, 12, 13, 17)  # beyond 12 tokens (AVX2: 5 or 6) the CPU kernels take a second turn
 QUESTIONS, TOKENS = 3, 24  # that every arm answers to show what it does beside forwards
 
 

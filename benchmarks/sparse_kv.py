@@ -3,7 +3,7 @@
     python benchmarks/sparse_kv.py --target MODEL [--draft MODEL] [--dtype bfloat16] [--threads 2]
         [--contexts 2048,4096] [--batches 1,4] [--task python-docs:summary] [--max-new-tokens 128] [--ignore-eos]
         [--cells 4096x1,8000x8] [--budgets 128,256,512,1024] [--selections snapkv,stream] [--gammas 3,5] [--refresh 128]
-        [--json] [--out FILE]
+        [--ngram] [--arms WORD,...] [--json] [--out FILE]
 
 A cell is a context and a batch: those of `--cells`, or every context with every batch. With `--out` each is added to
 the file as soon as it is measured, and cells that the file has already are left as they are, so that a grid can be
@@ -11,11 +11,12 @@ measured bit by bit; everything else about the runs has to be the same. Flags in
 and its number type, threads and CPU against ours where a cell is to be measured; arms and task options are not checked.
 
 In each cell: plain decoding, lookup, with `--draft` speculative; `sparse-kv` for every selection, budget and gamma,
-with `--refresh` also with positions chosen anew, and on its automatic schedule; with `--draft` all of these once more
-where that model drafts over a small cache (of a self-draft: rounded weights over a part of the target's); and on the
-automatic schedule with an n-gram level below the target. Arms take turns at going first; the target reads the prompts
-once for all of them, but for the last tokens, and only decoding is compared: from the moment when all rows have their
-first token to the last token of the last row. The draft's reading and choosing is in it.
+with `--refresh` also with positions chosen anew, with `--ngram` also over n-grams, and on its automatic schedule; with
+`--draft` all of these once more where that model drafts over a small cache (of a self-draft: rounded weights over a
+part of the target's); and on the automatic schedule with an n-gram level below the target. Arms take turns at going
+first; the target reads the prompts once for all of them, but for the last tokens, and only decoding is compared: from
+the moment when all rows have their first token to the last token of the last row. The draft's reading and choosing is
+in it.
 
 Each row of a batch is another prompt. Beside every speed-up stand the acceptance, the share of distinct tokens (a text
 that goes round in circles flatters every draft), the step time that the cost model gives for what was drafted, over
@@ -82,6 +83,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--selections", default="snapkv,stream")
     parser.add_argument("--gammas", default="3,5")
     parser.add_argument("--refresh", type=int, default=0, help="also with positions chosen anew after so many tokens")
+    parser.add_argument("--ngram", action="store_true", help="also with an n-gram level under each sparse draft")
     parser.add_argument("--arms", default="", help="only arms whose name has one of these words, and the baseline")
     parser.add_argument("--ignore-eos", action="store_true", help="rows run to the limit, beyond what is said")
     args = parser.parse_args(argv)
@@ -124,6 +126,8 @@ def make_arms(models: dict[str, CachedModel], args: argparse.Namespace, context:
         found.append(sparse(name, **given))
         if args.refresh:
             found.append(sparse(f"{name} refresh", refresh=args.refresh, **given))
+        if args.ngram:
+            found.append(sparse(f"{name} ngram", bottom="ngram", **given))
     found += [sparse(f"{title} auto", draft=draft) for title, draft in drafting.items()]
     found.append(sparse("sparse-kv auto ngram", bottom="ngram"))
     words = [word for word in args.arms.split(",") if word]

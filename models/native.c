@@ -9,11 +9,12 @@
    - attention cuts a row's slots into pieces of PIECE, sums each by itself in the order of its slots, and joins the
      pieces from the first to the last. A slot that a query does not see adds an exact zero.
 
-   Numbers travel in "units" of 32 bits: two neighbouring bfloat16 numbers, or one float32. A matrix is stored in blocks
-   of BLOCK outputs, (blocks, units of a row, BLOCK), so that every thread reads one stream of memory from front to
-   back; what it is multiplied with stands in tiles of up to ROWS tokens, (units, tokens of the tile). The same product
-   serves the weights and the scores of attention, for which keys are packed into such blocks when they are read. Its
-   mixture has a loop of its own, over values as the cache holds them. Choosing adds up the weights of the same scores.
+   Numbers travel in "units" of 32 bits: two neighbouring bfloat16 numbers, or one float32. A matrix is stored in
+   blocks of BLOCK outputs, (blocks, units of a row, BLOCK), so that every thread reads one stream of memory from
+   front to back; what it is multiplied with stands in tiles of up to ROWS tokens, (factors, tokens of the tile): a
+   factor is a unit, or a number of it where processors cannot multiply whole units. The same product serves the
+   weights and the scores of attention, for which keys are packed into such blocks when they are read. Its mixture has
+   a loop of its own, over values as the cache holds them. Choosing adds up the weights of the same scores.
 
    The threads are those of the OpenMP runtime that torch has loaded already, whose functions set_up is given. */
 

@@ -13,7 +13,8 @@ typedef struct {
     int32_t budget, window, pooled;
 } Choice;
 
-/* Memory of a thread. Weights stand by piece, then query; `largest` are the largest scores, then factors. */
+/* Memory of a thread. Weights stand by piece, then query; `largest` are the largest scores, then what weights are
+   multiplied with. */
 typedef struct {
     weight *weights;       /* (pieces, queries, PIECE) */
     float *largest, *sums; /* (pieces, queries in whole vectors) */

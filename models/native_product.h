@@ -36,7 +36,7 @@ enum { PER_UNIT = 1 };
 #endif
 
 /* What units are multiplied with stands in factors of 32 bits: units, or, on processors that cannot multiply bfloat16
-   units, numbers widened to float32 once, since widening them at every product costs a third of it. */
+   units, numbers that were widened to float32 once and not at every product. */
 typedef uint32_t factor;
 #if defined(BFLOAT16) && defined(__AVX512BF16__)
 typedef number weight; /* of a slot, when values are mixed */
@@ -212,12 +212,12 @@ INLINE void fetch(const char *from, int lines, const int near) {
     }
 }
 
-/* The sides of a block whose sums are added to `now`: all of them, or one after the other, with nothing that was read
+/* The sides of a block whose sums are added to `now`: all of them, or one after the other, with nothing that is read
    for the one kept for the other. */
 #define IN_TURNS(rows, sides) (rows > AT_ONCE && (sides) == (LEFT | RIGHT))
 #define EACH_TURN(rows, sides)                                                                      \
-    for (int turn = IN_TURNS(rows, sides) ? LEFT : LEFT | RIGHT, now;                               \
-         now = turn & (sides), turn <= (IN_TURNS(rows, sides) ? RIGHT : LEFT | RIGHT); turn++)
+    for (int side = IN_TURNS(rows, sides) ? LEFT : LEFT | RIGHT, now;                               \
+         now = side & (sides), side <= (IN_TURNS(rows, sides) ? RIGHT : LEFT | RIGHT); side++)
 #define END_TURN(rows, sides) \
     if (IN_TURNS(rows, sides)) __asm__ volatile("" ::: "memory");
 
@@ -269,9 +269,10 @@ INLINE void multiply_tile(
     }
     for (int at = 0; at < units; at += STRIP, x += STRIP * FACTORS * rows, w += STRIP * BLOCK, fresh = 0) {
         const int count = least(STRIP, units - at);
-        const int second = lines / 2, one = lines - second;
-        ahead = multiply_sides(rows, LEFT, pause, near, x, w, count, sums, sums_step, fresh, ahead, one);
-        ahead = multiply_sides(rows, RIGHT, pause, near, x, w, count, sums, sums_step, fresh, ahead, second);
+        const int then = lines / 2, now = lines - then;
+        ahead = multiply_sides(rows, LEFT, pause, near, x, w, count, sums, sums_step, fresh, ahead, now);
+        if (then) ahead = multiply_sides(rows, RIGHT, pause, near, x, w, count, sums, sums_step, fresh, ahead, then);
+        else multiply_sides(rows, RIGHT, pause, near, x, w, count, sums, sums_step, fresh, ahead, 0); /* is quicker */
     }
 }
 
@@ -302,7 +303,7 @@ static Score *const by_score[ROWS] = {EACH_ROW(NAME_SCORE)};
    Where two slots share a factor, so do their numbers here. In bfloat16 dims stand in the order in which `finish`
    expects them.
 
-   weights: rows that stand PIECE numbers apart, zero where a row does not see the last of the slots.
+   weights: rows that stand PIECE weights apart, zero where a row does not see the last of the slots.
    values: (slots, dims), of which the first `count` are read. */
 
 INLINE void load_values(const number *values, int dims, int both, int count, Bits *left, Bits *right) {

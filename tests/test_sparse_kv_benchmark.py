@@ -64,11 +64,13 @@ def test_without_cells_every_context_goes_with_every_batch(benchmark):
 def test_a_self_draft_plays_over_a_small_cache_as_well(benchmark, tmp_path, capsys):
     out = tmp_path / "cell.json"
     words = ["--target", "tiny", "--draft", "self:int8", "--dtype", "float32", "--threads", "1", "--budgets", "64,512"]
-    words += ["--gammas", "2", "--selections", "snapkv", "--refresh", "8", "--arms", "draft model", "--lengths", "2"]
+    words += ["--gammas", "2", "--selections", "snapkv", "--refresh", "8", "--ngram", "--arms", "draft model"]
     assert benchmark.main([*words, "--max-new-tokens", "8", "--cells", "150x1", "--json", "--out", str(out)]) == 0
     (cell,) = json.loads(capsys.readouterr().out)["cells"]
     fixed = "sparse-kv draft model snapkv 64 x2"
-    assert list(cell["arms"]) == ["autoregressive", fixed, f"{fixed} refresh", "sparse-kv draft model auto"]
+    others = [f"{fixed} refresh", f"{fixed} ngram", "sparse-kv draft model auto"]
+    assert list(cell["arms"]) == ["autoregressive", fixed, *others]
+    assert cell["arms"][f"{fixed} ngram"]["exact"] == 1
     assert cell["arms"][fixed]["exact"] == 1
     assert cell["arms"][fixed]["measured_terms_ms"]["follow"] > 0, "of the target's cache"
     told = benchmark.table(json.loads(out.read_text()))
